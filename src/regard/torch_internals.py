@@ -8,11 +8,12 @@ What is wrapped in a function is looked up when it is called, as its value chang
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -99,6 +100,24 @@ class HigherOrder(_Operator):
     def __init__(self, name: str) -> None:
         if _Operator is not _Absent:
             super().__init__(name)
+
+    @property
+    def __name__(self) -> str:
+        """The name, by which dynamo looks up what it knows of an operator (`_hop_name_to_variable_class`; torch 2.9).
+
+        Dynamo is imported by then. It learns that operands may share memory, as q, k and v of one projection do: an
+        operator that neither writes to its operands nor returns one is right with these as well.
+        """
+        operators = sys.modules.get("torch._dynamo.variables.higher_order_ops")
+        with suppress(AttributeError):
+            known, base = cast(Any, operators)._hop_name_to_variable_class, cast(Any, operators).BaseHOPVariable
+            if self._name not in known:
+                known[self._name] = type("SharedMemoryVariable", (base,), {"supports_aliasing": True})
+        return self._name
+
+    @__name__.setter
+    def __name__(self, name: str) -> None:
+        self._name = name
 
 
 def is_higher_order(target: object) -> bool:

@@ -160,3 +160,13 @@ def test_a_tree_and_other_counts_are_refused(qkv):
         attend(*qkv, mask=Tree([-1, 0, 0, 0, 0]), offset=FIRST)
     with pytest.raises(ProblemError, match=r"offset is torch.int64 \[3\] for 4 batch rows"):
         attend(*qkv, mask=Causal(), offset=torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("first", [[-1, 0, 0, 0], [0, 1, 2, 9]])
+def test_a_table_with_an_offset_of_its_own_must_cover_the_positions_of_all_rows(first: list[int], qkv):
+    q, k, v = qkv
+    rows = TensorBias(torch.randn(q.shape[2] + 8, k.shape[2]), offset=0)
+    with pytest.raises(ProblemError, match="rows with an offset must cover the queries"):
+        attend(q, k, v, bias=rows, offset=torch.tensor(first))
+    later = TensorBias(torch.randn(q.shape[2] + 10, k.shape[2]), offset=-1)  # covers none of a call at 0 but these
+    assert attend(q, k, v, bias=later, offset=torch.tensor(first)).shape[:3] == q.shape[:3]

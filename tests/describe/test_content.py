@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,9 @@ def reading(thing: Any) -> Callable[..., Any]:
 UNKNOWN: dict[str, Callable[..., Any]] = {
     "a generator": reading(i for i in range(3)),
     "a clock": lambda k: k < random.random(),
+    "a file": lambda k: k < len(Path("limit").read_text()),
+    "the arguments of the program": lambda k: k < len(sys.argv),
+    "a setting of torch": lambda k: k if torch.is_grad_enabled() else -k,
     "a name that is computed": lambda k: getattr(k, "a" + "b"),
     "evaluated text": lambda k: eval("k"),
     "all globals": lambda k: globals()["LIMIT"],

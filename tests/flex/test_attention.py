@@ -176,6 +176,28 @@ def test_a_score_mod_and_a_mask_with_empty_rows(name: str):
     assert compared(score_mod, some_rows_empty, HEADS, tensors.leaves()) == {backend}
 
 
+NARROW: dict[str, Mod] = {
+    "int8 twice": lambda s, b, h, q, k: s * 0.002 * INT8[h] * INT8[h],
+    "float16 beyond its range": lambda s, b, h, q, k: (s / 300 + HALF[k]) * HALF[q],
+    "int8 times a sum": lambda s, b, h, q, k: (s / 300 + INT8[k % 4]) * INT8[h],
+    "bfloat16 times a number": lambda s, b, h, q, k: (s + BFLOAT[k]) * 1.3,
+    "divided by bfloat16": lambda s, b, h, q, k: s / BFLOAT[h],
+    "positions times a number": lambda s, b, h, q, k: -(s + 0.1 * (q - k)),
+}
+INT8, HALF = torch.tensor([20, 30, 40, 50], dtype=torch.int8), torch.full((TOKENS,), 300.0).half()
+BFLOAT = (torch.arange(TOKENS) * 0.37 + 1.7).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_tables_of_narrow_types_are_multiplied_in_the_type_of_scores(name: str, dtype: torch.dtype):
+    q, k, v = (torch.randn(1, HEADS, TOKENS, DIM, dtype=dtype) for _ in range(3))
+    expected, _ = attended(q, k, v, NARROW[name], None)
+    largest = 300 * 300 if "float16" in name else 2000
+    error = (flex_attention(q, k, v, NARROW[name]).double() - expected).abs().max()
+    assert error < 4 * largest * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_a_mask_mod_gives_what_its_definition_gives(name: str):
     assert compared(None, MASK_MODS[name], 2, []) == {"native"}

@@ -227,3 +227,48 @@ def test_lengths_that_a_block_mask_looks_up_are_read_when_the_graph_runs():
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
     truth = flex_attention(q, k, v, None, block_mask)
     assert torch.allclose(compiled(q, k, v, None, block_mask), truth, atol=1e-6)
+
+
+FLOATS: dict[str, Any] = {
+    "where": lambda c: lambda s, b, h, q, k: torch.where(q < k, s, c),
+    "masked_fill": lambda c: lambda s, b, h, q, k: s.masked_fill(q < k, c),
+    "clamp": lambda c: lambda s, b, h, q, k: s.clamp(max=c),
+    "times a sine": lambda c: lambda s, b, h, q, k: torch.sin(s) * c,
+    "alpha": lambda c: lambda s, b, h, q, k: torch.add(s, q - k, alpha=c),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_float_is_not_rounded_where_it_changes_from_call_to_call(name: str):
+    def run(q: Tensor, k: Tensor, v: Tensor, c: float) -> Tensor:
+        return flex_attention(q, k, v, FLOATS[name](c))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    q, k, v = (t.detach() for t in tensors())
+    for c in (-3.5, -2.5, 0.75):
+        assert torch.allclose(compiled(q, k, v, c), run(q, k, v, c), atol=1e-5)
+
+
+def test_a_captured_scalar_that_is_not_learned_is_compiled():
+    number = torch.tensor(0.5)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [flex_attention(q, k, v, lambda s, b, h, q, k: s * number / (number + 1))]
+
+    assert_same(run, compiled(run), tensors(), [])
+
+
+@pytest.mark.skipif(
+    "supports_aliasing" not in vars(torch._dynamo.variables.higher_order_ops.BaseHOPVariable),
+    reason="dynamo of this torch does not ask an operator whether its operands may share memory",
+)
+def test_views_of_one_projection_are_compiled_into_one_graph():
+    def run(x: Tensor) -> list[Tensor]:
+        q, k, v = (t.transpose(1, 2) for t in x.unbind(2))
+        return [flex_attention(q, k, v, lambda s, b, h, q, k: s + (k - q) * 0.1)]
+
+    x = torch.randn(BATCH, TOKENS, 3, HEADS, DIM, requires_grad=True)
+    assert_same(run, compiled(run), [x], [])
+    views = [t.transpose(1, 2) for t in x.detach().unbind(2)]
+    found = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")(*views)
+    assert torch.allclose(found, flex_attention(*views), atol=1e-6)

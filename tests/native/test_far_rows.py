@@ -136,3 +136,21 @@ def test_a_row_that_is_not_finite_and_a_second_derivative_are_as_for_other_rows(
     (first,) = torch.autograd.grad(out, leaf, create_graph=True)
     with pytest.raises(RegardError, match="differentiated once"):
         torch.autograd.grad(first.sum(), leaf)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e9, 1e20])
+@pytest.mark.parametrize("words", [{}, {"mask": Causal()}, {"sink": torch.tensor([0.5, 3e7, -1e9, 0.0])}], ids=str)
+def test_scores_as_large_without_a_bias_have_the_gradients_of_the_definition(scale: float, words: dict[str, Any]):
+    def call(function: Any, **named: Any) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            out = function(q, k, v, scale=scale, **words, **named)
+            return (out[0] if isinstance(out, tuple) else out,)
+
+        return run
+
+    q, k, v, _ = tensors()
+    k[:, :, 1::2] = k[:, :, ::2]  # pairs of keys share the weight of a row
+    found = gradients(call(attend, backend="native"), q, k, v)
+    exact = gradients(call(attention), *(t.double() for t in (q, k, v)))
+    torch.testing.assert_close(found[2].double(), exact[2], atol=1e-4, rtol=1e-4)
+    assert all(bool(torch.isfinite(grad).all()) for grad in found)

@@ -218,7 +218,8 @@ class _Kernel:
         if rows is None or far is None or (more := rows.gradients(inputs, far, dout, dlse)) is None:
             return self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
         dout, dlse = dout.masked_fill(far[..., None], 0), None if dlse is None else dlse.masked_fill(far, 0)
-        found = self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
+        without = State(state.out, state.lse.masked_fill(far, -torch.inf))  # their weights may be inf, and 0 * inf NaN
+        found = self._gradients(inputs, tiles, offset, seed, wanted, without, dout, dlse)
         sums = [a if a is None or b is None else (a + b).to(a.dtype) for a, b in zip(found[:6], more, strict=True)]
         return Inputs(*cast(Any, sums))
 
@@ -260,8 +261,8 @@ class _Kernel:
 
     def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
-        may_be_far, seed = inputs.bias is not None and not is_part, self._seed()
-        rows = Rows(self.problem, operands.mask, operands.offset, seed) if may_be_far else None
+        seed = self._seed()
+        rows = None if is_part else Rows(self.problem, operands.mask, operands.offset, seed)
         call = self._tiles(operands), operands.offset, seed, rows
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))

@@ -3,8 +3,9 @@
 A finite number in place of -inf (-1e9, or the least one of a type) that hides every key of a row lowers all its scores
 alike: the softmax of such a row is that of what is left of the scores, as torch's definition computes it. The library
 takes weights from `exp(score - lse)`, and in float32 -1e9 plus the logarithm of n is -1e9: each of n keys would get
-weight 1 in place of 1 / n, and the gradients would be n times too large, as those of torch's fused kernel are. So these
-few rows are computed here, by the softmax itself. Rows whose gradient is 0, as in padding, need nothing.
+weight 1 in place of 1 / n, and the gradients would be n times too large, as those of torch's fused kernel are. Large
+queries, keys or scales do the same without a bias. So these few rows are computed here, by the softmax itself. Rows
+whose gradient is 0, as in padding, need nothing.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ def far_rows(lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
 
 
 class Rows(NamedTuple):
-    """The rows of a call with a bias."""
+    """The rows of a call."""
 
     problem: Problem
     mask: Mask | None

@@ -56,9 +56,7 @@ class MaskByRow(Mask):
         return len(self.first), self.inner.broadcast_shape()[1]
 
     def bind(self, sizes: CallSizes) -> Mask:
-        least, most = min(self.first, default=0), max(self.first, default=0)
-        all_rows = sizes._replace(queries=sizes.queries + most - least, offset=least)
-        return MaskByRow(self.inner.bind(all_rows), self.first)
+        return MaskByRow(self.inner.bind(_of_all_rows(sizes, self.first)), self.first)
 
     def _moved(self, r: Rectangles) -> Rectangles:
         by = np.asarray(self.first, dtype=np.int64)[r.b]
@@ -81,7 +79,7 @@ class BiasByRow(Bias):
         return self.inner.value(b, h, q + _of_rows(self.first, b), k)
 
     def bind(self, sizes: CallSizes) -> Bias:
-        return BiasByRow(self.inner.bind(sizes), self.first)
+        return BiasByRow(self.inner.bind(_of_all_rows(sizes, self.first)), self.first)
 
 
 def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
@@ -116,6 +114,12 @@ def bias_by_row(bias: Bias | None, first: tuple[int, ...]) -> Bias | None:
 def _is_laid_out_by_call(spec: Spec) -> bool:
     """Whether its first row is for the first query of the call, at whatever position that is."""
     return isinstance(spec, TensorMask | TensorBias) and spec.offset is None
+
+
+def _of_all_rows(sizes: CallSizes, first: Sequence[int]) -> CallSizes:
+    """The positions of the queries of all rows together, as of one row."""
+    least, most = min(first, default=0), max(first, default=0)
+    return sizes._replace(queries=sizes.queries + most - least, offset=least)
 
 
 def _of_rows(first: Sequence[int], b: Positions) -> Positions:

@@ -11,7 +11,10 @@ from regard.describe.object_state import IS_HEAP
 LIBRARIES = sys.stdlib_module_names | {"numpy", "regard", "torch"}
 """Packages that do not change while a program runs."""
 
-CLOCKS = {"datetime", "gc", "importlib", "inspect", "os", "random", "secrets", "time"}
+CLOCKS = {
+    "datetime", "gc", "glob", "importlib", "inspect", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess",
+    "tempfile", "time", "uuid",
+}  # fmt: skip
 """Modules whose functions may return a different value in each call, or read files, the clock or other code."""
 
 OPAQUE = {"__import__", "dir", "eval", "exec", "getattr", "globals", "input", "locals", "open", "vars"}
@@ -26,10 +29,12 @@ OPAQUE_ATTRIBUTES = {
 OPAQUE_OF_LIBRARIES = {
     "numpy": {"random"},
     "operator": {"attrgetter", "methodcaller"},
-    "sys": {"_getframe", "modules"},
+    "sys": {"_getframe", "argv", "flags", "getrecursionlimit", "getrefcount", "modules", "path", "stdin"},
     "torch": {
-        "bernoulli", "dropout", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
-        "randn", "randn_like", "randperm",
+        "bernoulli", "default_generator", "dropout", "get_default_device", "get_default_dtype", "get_num_threads",
+        "get_rng_state", "initial_seed", "is_autocast_enabled", "is_grad_enabled", "is_inference_mode_enabled",
+        "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+        "randperm",
     },
 }  # fmt: skip
 """Functions and modules of libraries with the same properties."""

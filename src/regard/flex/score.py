@@ -16,6 +16,7 @@ from regard.describe.bias import Bias, DistanceBias, TensorBias
 from regard.describe.mask import CallSizes
 from regard.describe.mask_by_term import is_by_distance
 from regard.describe.term import Captured, Constant, Op, Term, Variable, evaluate
+from regard.flex.trace import is_traced
 
 ONE, MINUS = Constant(1.0), Constant(-1.0)
 
@@ -122,23 +123,30 @@ def _multiplier(term: Op, inner: Term, dtype: str) -> Term | None:
         number = _number(term.b)
         if isinstance(number, Constant):
             return Constant(1 / number.value) if number.value else None
-        return Op("reciprocal", dtype, number)
+        return Op("reciprocal", dtype, _as_dtype(number, dtype))
     return None
 
 
 def _number(term: Term) -> Term:
-    """The term, as a constant where it is a captured number that is not learned."""
-    if isinstance(term, Captured) and not term.tensor.requires_grad:
+    """The term, as a constant where it is a captured number that is known and not learned."""
+    if isinstance(term, Captured) and not (term.tensor.requires_grad or is_traced(term.tensor)):
         return Constant(float(term.tensor))
     return Constant(float(term.value)) if isinstance(term, Constant) else term
 
 
 def _times(a: Term, b: Term, dtype: str) -> Term:
+    """The product, made in the type of scores, as each step of the function is: a table may be of a narrower one."""
     if isinstance(a, Constant) and isinstance(b, Constant):
         return Constant(a.value * b.value)
     if isinstance(a, Constant) and a.value == 1:
         return b
-    return a if isinstance(b, Constant) and b.value == 1 else Op("mul", dtype, a, b)
+    if isinstance(b, Constant) and b.value == 1:
+        return a
+    return Op("mul", dtype, _as_dtype(a, dtype), _as_dtype(b, dtype))
+
+
+def _as_dtype(term: Term, dtype: str) -> Term:
+    return term if isinstance(term, Constant) or (isinstance(term, Op) and term.dtype == dtype) else Op("to", dtype, term)
 
 
 def _with_conditions(parts: Parts) -> Parts:
