@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -103,21 +103,26 @@ class HigherOrder(_Operator):
 
     @property
     def __name__(self) -> str:
-        """The name, by which dynamo looks up what it knows of an operator (`_hop_name_to_variable_class`; torch 2.9).
-
-        Dynamo is imported by then. It learns that operands may share memory, as q, k and v of one projection do: an
-        operator that neither writes to its operands nor returns one is right with these as well.
-        """
-        operators = sys.modules.get("torch._dynamo.variables.higher_order_ops")
-        with suppress(AttributeError):
-            known, base = cast(Any, operators)._hop_name_to_variable_class, cast(Any, operators).BaseHOPVariable
-            if self._name not in known:
-                known[self._name] = type("SharedMemoryVariable", (base,), {"supports_aliasing": True})
+        """The name, which dynamo looks up among the operators that it knows, when it meets this one."""
+        _let_operands_share_memory(self._name)
         return self._name
 
-    @__name__.setter
+    @__name__.setter  # noqa: A003
     def __name__(self, name: str) -> None:
         self._name = name
+
+
+def _let_operands_share_memory(name: str) -> None:
+    """Tell dynamo that operands of a higher-order operator may be views of one tensor, as q, k and v often are.
+
+    It would break the graph, for operators that write to an operand or return one; this one does neither. Dynamo is
+    not imported before it is used (`_hop_name_to_variable_class`, `BaseHOPVariable.supports_aliasing`; torch 2.13).
+    """
+    operators: Any = sys.modules.get("torch._dynamo.variables.higher_order_ops")
+    with suppress(AttributeError):
+        known, base = operators._hop_name_to_variable_class, operators.BaseHOPVariable
+        if name not in known:
+            known[name] = type("SharedMemoryVariable", (base,), {"supports_aliasing": True})
 
 
 def is_higher_order(target: object) -> bool:

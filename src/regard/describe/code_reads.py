@@ -12,8 +12,8 @@ LIBRARIES = sys.stdlib_module_names | {"numpy", "regard", "torch"}
 """Packages that do not change while a program runs."""
 
 CLOCKS = {
-    "datetime", "gc", "glob", "importlib", "inspect", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess",
-    "tempfile", "time", "uuid",
+    "datetime", "gc", "glob", "importlib", "inspect", "io", "os", "pathlib", "random", "secrets", "socket",
+    "subprocess", "tempfile", "time", "uuid",
 }  # fmt: skip
 """Modules whose functions may return a different value in each call, or read files, the clock or other code."""
 

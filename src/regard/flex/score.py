@@ -146,7 +146,8 @@ def _times(a: Term, b: Term, dtype: str) -> Term:
 
 
 def _as_dtype(term: Term, dtype: str) -> Term:
-    return term if isinstance(term, Constant) or (isinstance(term, Op) and term.dtype == dtype) else Op("to", dtype, term)
+    is_already = isinstance(term, Constant) or (isinstance(term, Op) and term.dtype == dtype)
+    return term if is_already else Op("to", dtype, term)
 
 
 def _with_conditions(parts: Parts) -> Parts:
