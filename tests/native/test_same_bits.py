@@ -7,7 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, TensorBias, Window, attend, attend_state
+from regard import (
+    Alibi,
+    Causal,
+    Documents,
+    KeyLengths,
+    Mask,
+    Prefix,
+    TensorBias,
+    TensorMask,
+    Window,
+    attend,
+    attend_state,
+)
 from regard.cache import PagePool
 from tests.native.engines import LEAST_AND_BEST
 
@@ -70,6 +82,23 @@ def test_heads_that_read_keys_together_have_the_bits_of_each_alone(
     for b, h in [(0, 0), (1, 4), (2, 5), (3, 8), (3, 9)]:
         kv, own = h // (heads // kv_heads), None if bias is None else TensorBias(bias[:, h : h + 1])
         one = attend_state(q[b, None, h, None], k[b, None, kv, None], v[b, None, kv, None], bias=own, **words)
+        assert torch.equal(one.out[0, 0], whole.out[b, h])
+        assert torch.equal(one.lse[0, 0], whole.lse[b, h])
+
+
+@pytest.mark.exhaustive(per="engine dtype")
+@pytest.mark.parametrize("queries", [3, 40])
+def test_heads_with_masks_of_their_own_have_the_bits_of_each_alone(engine: str, dtype: torch.dtype, queries: int):
+    batch, heads, kv_heads = 4, 10, 2
+    q = 2 * torch.randn(batch, heads, queries, 48).to(dtype)
+    k, v = (torch.randn(batch, kv_heads, KEYS, dim).to(dtype) for dim in (48, 40))
+    keep = torch.rand(1, heads, queries, KEYS) < torch.linspace(0.02, 1, heads)[:, None, None]
+    keep[:, 3, 1], keep[:, 7, :, 64:1100] = False, False  # a row that sees no key; tiles that are not listed
+    with threads(1):
+        whole = attend_state(q, k, v, mask=TensorMask(keep), backend=engine)
+    for b, h in [(0, 0), (1, 3), (2, 5), (3, 7), (3, 9)]:
+        kv, own = h // (heads // kv_heads), TensorMask(keep[:, h : h + 1])
+        one = attend_state(q[b, None, h, None], k[b, None, kv, None], v[b, None, kv, None], mask=own, backend=engine)
         assert torch.equal(one.out[0, 0], whole.out[b, h])
         assert torch.equal(one.lse[0, 0], whole.lse[b, h])
 
