@@ -1,6 +1,7 @@
 """Caches that forget tokens, in transformers models: the right ones, said aloud, and not where it would go wrong."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from regard import RefusalError
+from regard import ProblemError, RefusalError, Rope
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import TOVA
 from regard.calls import observe_calls
+from regard.integrate import cache_options
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import WindowLayer
 from regard.integrate.transformers import use_regard
@@ -270,10 +272,56 @@ def test_weights_over_rows_that_differ_are_refused():
         m(prompt(), **with_cache(cache), attention_mask=mask, output_attentions=True)
 
 
-def test_a_bias_by_position_does_not_go_with_forgetting():
+@pytest.mark.parametrize("words", [{"evict": Knorm(11)}, {"layout": Rolling(11, rope=Rope(8))}], ids=str)
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (transformers.T5Config(), "for T5: it adds a bias by position"),
+        (transformers.UMT5Config(), "for UMT5: it adds a bias by position"),
+        (transformers.LongT5Config(), "for LongT5: it adds a bias by position"),
+        (transformers.GitConfig(), r"for Git: its attention \(GitSelfAttention\) never asks .*AttentionInterface"),
+    ],
+    ids=["t5", "umt5", "longt5", "git"],
+)
+def test_a_model_that_cannot_go_by_what_is_left_is_refused_when_the_cache_is_made(
+    config: Any, why: str, words: dict[str, Any]
+):
+    with pytest.raises(ProblemError, match=why):
+        regard_cache(config, **words)
+    regard_cache(config, codec=Int8())
+
+
+def test_a_bias_by_position_does_not_go_with_forgetting(monkeypatch: pytest.MonkeyPatch):
     m = on_regard("t5")
+    monkeypatch.setattr(cache_options, "cache_writers", lambda config: ())  # as for a model from elsewhere
     with pytest.raises(RefusalError, match="adds a bias by position"):
         written(m, prompt(), regard_cache(m, evict=Knorm(11)))
+
+
+@pytest.mark.parametrize("cut", [8, 12], ids=["chunks", "one token"])
+@pytest.mark.parametrize("policy", [SinksAndRecent(100), Knorm(100)], ids=repr)
+def test_padded_rows_of_a_model_that_looks_both_ways_see_all_their_tokens(cut: int, policy: Any):
+    """BERT without `is_decoder`: in its mask there is padding alone."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    m = transformers.BertLMHeadModel(
+        transformers.BertConfig(vocab_size=101, num_hidden_layers=2, initializer_range=0.2, **sizes)
+    ).eval()
+    ids, mask = tokens(), padding("left")
+
+    def run(make: Callable[[], Any]) -> list[Tensor]:
+        cache = make()
+        with torch.no_grad():
+            whole = m(ids, attention_mask=mask, **with_cache(make())).logits
+            first = m(ids[:, :cut], attention_mask=mask[:, :cut], **with_cache(cache)).logits
+            later = m(ids[:, cut:], attention_mask=mask, **with_cache(cache)).logits
+        return [whole[mask.bool()], first[mask[:, :cut].bool()], later]
+
+    m.set_attn_implementation("eager")
+    expected = run(DynamicCache)
+    use_regard(m)
+    found = run(lambda: regard_cache(m, evict=policy))
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
 @FORGETFUL

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import regard.integrate
-from regard import ProblemError, RefusalError
+from regard import ProblemError, RefusalError, Rope
 from regard.cache import ExpectedAttention, Knorm, SinksAndRecent
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
@@ -115,9 +115,9 @@ def test_layers_may_have_sizes_of_their_own():
     config = Gemma4TextConfig(hidden_size=32, num_kv_shared_layers=0, rope_parameters=rotations, **heads, **layers)
     said = regard_cache(config).explain()
     assert re.findall("([0-9,]+) bytes a token", said) == [f"{2 * 2 * 8 * 4}", f"{2 * 2 * 16 * 4}"]
-    assert regard_cache(config, evict=ExpectedAttention(9)).layers[1].kv.evict == ExpectedAttention(9)
-    with pytest.raises(ProblemError, match="its attention cannot be tried by itself"):
-        regard_cache(config, layout=Rolling(9, 2))
+    rope = Rope(16, 1e6)
+    assert regard_cache(config, evict=ExpectedAttention(9)).layers[1].kv.evict == ExpectedAttention(9, rope=rope)
+    assert regard_cache(config, layout=Rolling(9, 2)).layers[1].kv.layout == Rolling(9, 2, rope)
 
 
 def test_the_bytes_of_a_model_that_was_saved_are_said(tmp_path: Path):

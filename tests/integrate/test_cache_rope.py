@@ -9,12 +9,18 @@ import transformers
 from regard import ProblemError
 from regard.cache import ExpectedAttention
 from regard.describe.position import Rope
-from regard.describe.rope_scaling import Linear, Llama3, Yarn
+from regard.describe.rope_scaling import Linear, Llama3, Proportional, Yarn
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_rope import rope_for
+from regard.integrate.transformers import use_regard
+from regard.storage.stored import Rolling
 from tests.integrate.writing import on_regard
+from tests.integrate.zoo import tokens, with_cache
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+GEMMA4: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0, "sliding_window": 5}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"]}
 
 TRAINED = {"original_max_position_embeddings": 64}
 
@@ -46,9 +52,14 @@ def scaled(kind: str, **said: Any) -> dict[str, Any]:
         ("gpt_neox", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, Rope(8, fraction=0.5)),
         ("phi", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, Rope(8, fraction=0.5)),
         ("cohere", {}, Rope(8, 500000.0, interleaved=True)),
+        ("gemma4_text", GEMMA4, Rope(32, 1000000.0, Proportional(0.25))),
+        ("dory", {"head_dim": 8, "num_hidden_layers": 4}, Rope(8, 10000000.0)),
         ("gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}, Rope(16, 1000000.0)),
     ],
-    ids=["plain", "linear", "llama3", "yarn", "half of gpt_neox", "half of phi", "neighbours", "per kind of layer"],
+    ids=[
+        "plain", "linear", "llama3", "yarn", "half of gpt_neox", "half of phi", "neighbours", "a share of the pairs",
+        "layers that run again", "per kind of layer",
+    ],
 )  # fmt: skip
 def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected: Rope):
     found = rope(kind, **more)
@@ -114,3 +125,20 @@ def test_a_layer_rotates_its_keys_or_not_by_its_own_kind():
     with pytest.raises(ProblemError, match="does not rotate the keys of all layers"):
         rope("cohere2", **sizes)
     assert rope("smollm3", num_hidden_layers=4, no_rope_layers=[1] * 4) == Rope(8, 2000000.0)
+
+
+def test_the_sinks_of_gemma_4_are_rotated_by_what_was_dropped():
+    sizes: dict[str, Any] = {"vocab_size": 101, "intermediate_size": 48, "vocab_size_per_layer_input": 101}
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(**SIZES | GEMMA4 | sizes, hidden_size_per_layer_input=8)
+    m = use_regard(transformers.Gemma4ForCausalLM(config).eval())
+    ids, rolling, whole = tokens(1, 30), regard_cache(m, layout=Rolling(9, sinks=2)), regard_cache(m)
+    with torch.no_grad():
+        for one in ids.split(1, dim=1):
+            m(one, **with_cache(rolling))
+        m(ids[:, :2], **with_cache(whole))
+    sinks, first = rolling.layers[1].keys[:, :, :2], whole.layers[1].keys
+    rope = rolling.layers[1].kv.layout.rope
+    assert torch.allclose(rope.rotate(first, torch.full((1, 2), 30 - 9)), sinks, atol=1e-5)
+    assert not torch.allclose(first, sinks, atol=1e-2)
+    assert regard_cache(m, evict=ExpectedAttention(9)).layers[1].kv.evict.rope == rope

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from regard.cache import KVCache
 from regard.describe.position import Rope
-from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Yarn
+from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
 from regard.errors import ProblemError
 from regard.integrate.modules import attention_of, rope_of
 from regard.nn.latent import LatentAttention
@@ -141,6 +141,7 @@ def test_a_layer_of_another_model_is_refused():
 ROTATIONS: dict[str, tuple[dict[str, Any], Rope]] = {
     "default": ({}, Rope(16, 700.0)),
     "linear": ({"factor": 3.0}, Rope(16, 700.0, Linear(3.0))),
+    "proportional": ({"partial_rotary_factor": 0.5}, Rope(16, 700.0, Proportional(0.5))),
     "dynamic": ({"factor": 3.0}, Rope(16, 700.0, DynamicNTK(3.0, 64))),
     "llama3": (
         {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},

@@ -64,13 +64,34 @@ def roberta() -> Any:
     return RobertaForCausalLM(config)
 
 
+def gpt2() -> Any:
+    """One whose class has no type of loss."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=32, n_layer=2, n_head=4, n_positions=64, **dropouts))
+
+
+def bert() -> Any:
+    """Another one, that looks both ways."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertLMHeadModel(config)
+
+
 def decoder(**more: Any) -> nn.Module:
     """One of `regard.nn`."""
     torch.manual_seed(0)
     return Decoder(31, 32, layers=2, heads=4, kv_heads=2, **more)
 
 
-MODELS = {"llama": llama, "mistral": mistral, "opt": opt, "roberta": roberta}
+MODELS = {"llama": llama, "mistral": mistral, "opt": opt, "roberta": roberta, "gpt2": gpt2, "bert": bert}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,12 @@ def test_a_model_that_counts_its_positions_equals_one_process(ranks: Workers, na
     ranks.run(model_cases.transformers_model, name=name, tokens=37, layout="zigzag", case=case)
 
 
+@pytest.mark.parametrize("case", ["plain", "padding on the right"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_model_whose_loss_has_no_name_equals_one_process(ranks: Workers, name: str, case: str) -> None:
+    ranks.run(model_cases.transformers_model, name=name, tokens=37, layout="zigzag", case=case)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 def test_every_layout_gives_the_same_model(ranks: Workers, layout: str) -> None:
     ranks.run(model_cases.transformers_model, name="llama", tokens=37, layout=layout, case="plain")

@@ -9,10 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from transformers import XLMConfig, XLMWithLMHeadModel
 
 from regard import Documents, KeyLengths, Mask, Prefix, ProblemError, RefusalError, TensorMask, attend
+from regard.integrate.mask_function import mask, sharded_masks
+from regard.integrate.sharded_inputs import has_causal_loss
 from regard.nn import Decoder
 from regard.parallel import context_parallel, ring_attend, ulysses_attend
+from tests.integrate.writing import on_regard
+from tests.integrate.zoo import tokens
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +98,28 @@ def test_an_empty_batch_with_a_mask_per_row_gives_the_empty_output_and_gradients
     assert out.shape == attend(q, q, q, mask=mask).shape
     out.sum().backward()
     assert q.grad is not None
+
+
+@pytest.mark.parametrize("name", ["doge", "deepseek_v4"])
+def test_a_model_that_computes_with_its_mask_is_refused_by_name(name: str):
+    """Its mask chooses among the keys of all tokens; on one rank it saw later tokens, without an error."""
+    m = on_regard(name)
+    why = f"{type(m).__name__} in context_parallel: it computes with its mask"
+    with pytest.raises(RefusalError, match=why), context_parallel():
+        m(tokens())
+
+    def make(*args: Any) -> Any:
+        pytest.fail("a mask of the whole sequence is made")
+
+    with sharded_masks(make), pytest.raises(RefusalError, match=f"a {name} model in context_parallel"):
+        mask(1, 3, 3, config=m.config)
+
+
+def test_a_loss_of_the_model_s_own_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    config = XLMConfig(vocab_size=31, emb_dim=32, n_layers=1, n_heads=4)
+    assert [has_causal_loss(kind) for kind in (XLMWithLMHeadModel(config), on_regard("bert"))] == [False, False]
+    assert has_causal_loss(on_regard("gpt2"))
+    m = on_regard("gpt2")
+    monkeypatch.setattr(m, "_loss_function", lambda **_: torch.zeros(()), raising=False)
+    with pytest.raises(RefusalError, match="labels: the loss of a causal language model is known"), context_parallel():
+        m(tokens(), labels=tokens())

@@ -72,6 +72,16 @@ def test_rotated_tokens_in_float64_are_exact_to_float64() -> None:
     torch.testing.assert_close(turned.dense(), t, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("keys", [True, False])
+def test_rotated_codes_are_as_exact_as_the_type_of_the_handle(keys: bool) -> None:
+    part = coded(normal(1, 2, 16, 32), Int8(16, rotate=True), keys=keys)
+    handle = StoredTensor((part,), (1, 2, 16, 32), torch.float64, rotated=True)
+    codes = StoredTensor((part,), (1, 2, 16, 32), torch.float32).dense()
+    torch.testing.assert_close(handle.dense(), hadamard(codes.double()), rtol=0, atol=1e-14)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(handle.to(dtype).dense(), hadamard(codes).to(dtype))
+
+
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=repr)
 def test_bytes_are_those_of_codes_and_scales(codec: Codec) -> None:
     t = normal(2, 3, 64, 32)

@@ -8,9 +8,10 @@ print(cache.explain())                                        # which layers kee
 ```
 
 It is a transformers `Cache`, for every way to generate that transformers has. Each layer gets what its kind of
-attention allows: layers with a sliding window keep that window, exactly, and the others follow the options. Quantised
-or paged keys and values pass through the model as lazy tensors, from `update` to regard's attention, which reads them
-in place. A model that computes with them in between gets a dense copy, as does one whose attention is not regard's.
+attention allows: layers with a sliding window keep that window, exactly, cross-attention keeps its keys and values as
+they come, and the others follow the options. Quantised or paged keys and values pass through the model as lazy tensors,
+from `update` to regard's attention, which reads them in place. A model that computes with them in between gets a dense
+copy, as does one whose attention is not regard's.
 """
 
 import copy
@@ -28,7 +29,6 @@ from transformers.cache_utils import (
     DynamicCache,
     EncoderDecoderCache,
     StaticLayer,
-    get_layer_types_and_kwargs,
 )
 
 from regard.cache.kv_cache import KVCache
@@ -38,9 +38,9 @@ from regard.integrate.cache_explain import bytes_of, explanation
 from regard.integrate.cache_file import ids_of, write_cache
 from regard.integrate.cache_fixed import FixedLayer, check_form
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
-from regard.integrate.cache_layers import StoredLayer, WindowLayer, of_one_type
+from regard.integrate.cache_layers import CrossLayer, StoredLayer, WindowLayer, of_one_type
 from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
-from regard.integrate.decoder import Decoder, decoder_of
+from regard.integrate.decoder import CROSS, Decoder, decoder_of, layers_of
 from regard.integrate.latent import pass_latents
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Layout
@@ -67,12 +67,13 @@ def regard_cache(
         codec: how elements are stored: `Int8`, `Int4`, `Fp8` or a float dtype; None: as they come.
         evict: an eviction policy (`regard.cache.evict`). Each layer evicts as soon as its attention has read a prompt,
             or a chunk of one, so that one layer at a time holds it whole. `ExpectedAttention` uses the model's `Rope`,
-            if there is one. A list has one policy for each layer, None for layers that keep all, and for layers with a
-            sliding window, which keep that.
+            if there is one. A list has one policy for each layer, None for layers that keep all, for layers with a
+            sliding window, which keep that, and for cross-attention.
         offload: whether layers wait in the memory of the CPU while others compute on a GPU.
 
     Returns:
-        A `RegardCache`; for encoder-decoder models a `PairedCache` of two, whose cross-attention is kept as it comes.
+        A `RegardCache`; for encoder-decoder models a `PairedCache` of two, whose cross-attention is kept as it comes,
+        like that of a decoder with images (Mllama).
 
     Raises:
         ProblemError: no model or config of transformers, or one without keys and values in a cache; options that do not
@@ -123,7 +124,7 @@ class RegardCache(DynamicCache):
     def __init__(self, decoder: Decoder, options: CacheOptions, *, offload: bool = False) -> None:
         self.decoder, self.options = decoder, options
         self._is_offloaded, self._active = offload, -1
-        self.kinds, details = get_layer_types_and_kwargs(decoder.config)
+        self.kinds, details = layers_of(decoder.config)
         resolved = options_for(decoder, options, self.kinds)
         layers = [self._new(i, resolved, self.kinds[i], details[i]) for i in range(len(self.kinds))]
         for layer in [x for x in layers if isinstance(x, EvictingLayer) and x.kv.evict is not None][-1:]:
@@ -203,7 +204,7 @@ class RegardCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens. The next text may be a batch of another size, unless memory has a fixed size."""
-        details = get_layer_types_and_kwargs(self.decoder.config)[1]
+        details = layers_of(self.decoder.config)[1]
         for index, layer in enumerate(cast("list[Any]", self.layers)):
             if isinstance(layer, StoredLayer) or self.options.capacity is not None:
                 layer.reset()
@@ -267,6 +268,8 @@ class RegardCache(DynamicCache):
         If one layer has a policy, all layers of full attention are `EvictingLayer`s: they share one mask, and a padded
         batch is then stored row by row in all of them.
         """
+        if kind == CROSS:
+            return CrossLayer()
         is_latent, read = self.decoder.is_latent, functools.partial(getattr, self.decoder, "is_read_by_regard")
         make = functools.partial(KVCache, options.layout, options.codec, options.policy(index))
         if (capacity := self.options.capacity) is not None:

@@ -101,7 +101,7 @@ class EvictingLayer(StoredLayer):
 
         Raises:
             RefusalError: another attention than regard's is to read it, or the last one did not report what it read,
-                as in a compiled model.
+                as in a compiled model, or where the model computes attention by itself.
         """
         self._check_reader()
         if self._trims_again:
@@ -320,7 +320,8 @@ class EvictingLayer(StoredLayer):
             )
         if not self._was_read:
             raise RefusalError(
-                f"{self.kv!r} was read by an attention that did not report what it read, as in a compiled model, or by "
-                "none because a call failed. Run the model uncompiled, or take a cache that keeps all; after a call "
-                "that failed, crop() or reset()."
+                f"{self.kv!r} was read by an attention that did not report what it read: that of a compiled model, or "
+                "one that the model computes without asking transformers' AttentionInterface; or by none because a "
+                "call failed. Run the model uncompiled, or take a cache that keeps all; after a call that failed, "
+                "crop() or reset()."
             )

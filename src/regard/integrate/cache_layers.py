@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from regard.cache.kv_cache import KVCache
 from regard.cache.store import CachedTensor
@@ -287,6 +287,13 @@ def of_one_type(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
     dtype = torch.get_autocast_dtype(k.device.type)
     return k.to(dtype), v.to(dtype)
+
+
+class CrossLayer(DynamicLayer):
+    """The keys and values of images, as they come. They are no tokens of the text, so `crop` leaves them."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing."""
 
 
 def check_crop(tokens_to_remove: int) -> None:

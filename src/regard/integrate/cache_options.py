@@ -11,7 +11,8 @@ from regard.describe.position import Rope
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import usual_name
 from regard.integrate.cache_rope import rope_for
-from regard.integrate.decoder import Decoder
+from regard.integrate.decoder import Decoder, cache_writers
+from regard.integrate.implementation import INTERFACE, names_in_forward
 from regard.storage.stored import Contiguous, Latent, Layout, Rolling
 
 SLIDING = {"sliding_attention", "chunked_attention"}
@@ -103,6 +104,7 @@ def options_for(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> Ca
         KVCache(options.layout, options.codec, policy)  # raises for options that cannot be combined
     _check_kinds(decoder, options, kinds)
     _check_policies(decoder, options, kinds)
+    _check_attention(decoder, options)
     if decoder.is_latent:
         layout = Latent(decoder.config.kv_lora_rank)
         for policy in options.evict if isinstance(options.evict, tuple) else (options.evict,):
@@ -143,6 +145,23 @@ def _check_policies(decoder: Decoder, options: CacheOptions, kinds: list[str]) -
             f"evict lists {evict[wrong[0]]!r} for layer {wrong[0]} of {decoder.name}, whose kind is "
             f"{kinds[wrong[0]]}: policies are for layers of full attention, "
             f"{ranges(full) or 'of which there is none'}. Give None for the others."
+        )
+
+
+def _check_attention(decoder: Decoder, options: CacheOptions) -> None:
+    """Raise `ProblemError` if tokens are dropped, and the model's attention cannot go by those that are left."""
+    writers = cache_writers(decoder.source) if options.evicts else ()
+    uses = [names_in_forward(kind) for kind in writers]
+    what = f"{(*options.policies, options.layout)[0]!r}, which drops tokens, for {decoder.name}"
+    if uses and not any(INTERFACE in names for names, _ in uses):
+        raise ProblemError(
+            f"{what}: its attention ({writers[0].__name__}) never asks transformers' AttentionInterface, so regard "
+            "cannot compute it, and it would not know which tokens are left. Take a cache that keeps all."
+        )
+    if any("position_bias" in keywords for _, keywords in uses):
+        raise ProblemError(
+            f"{what}: it adds a bias by position to the scores of all tokens, and which entries belong to those that "
+            "are left is not known. Take a cache that keeps all."
         )
 
 

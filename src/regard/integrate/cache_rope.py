@@ -26,7 +26,7 @@ from regard.describe.position import Rope
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import NAMES, takes
 from regard.integrate.decoder import classes_of, config_of_layer
-from regard.integrate.modules import scaling_of
+from regard.integrate.modules import fraction_of, scaling_of
 
 _AT = torch.tensor([[0, 1, 7, 100, 1000]])
 """The positions of the token. The key at 0 has no rotation."""
@@ -68,7 +68,7 @@ def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> R
         _refuse(config, "its keys are not rotated by a rotary embedding of one position per token")
     config = config_of_layer(config, _layers_of(config, kind)[0])
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    base, fraction = float(parameters["rope_theta"]), parameters.get("partial_rotary_factor") or Rope.fraction
+    base, fraction = float(parameters["rope_theta"]), fraction_of(parameters)
     scaling = scaling_of(dict(parameters), config)
     if scaling is not None and scaling.looks_at_length():
         _refuse(config, f"the angles of {type(scaling).__name__} change as the text grows, under keys that are kept")
@@ -154,6 +154,9 @@ def _keys_of(attention: nn.Module, size: int, angles: Any) -> Tensor | None:
         "attention_mask": None,
         **dict.fromkeys(_CACHES, _KeysOnly()),
     }
+    own = inspect.signature(attention.forward).parameters.get("shared_kv_states")
+    if own is not None and own.default is own.empty:  # Gemma 4's; with a dict Dory's writes nothing into the cache
+        known["shared_kv_states"] = {}
     try:
         attention(**{name: value for name, value in known.items() if takes(attention.forward, name)})
     except _CacheWrite as write:

@@ -9,10 +9,11 @@ from weakref import ref
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import NAMES, takes, usual_name
-from regard.integrate.implementation import implementation_of, is_regard
+from regard.integrate.implementation import implementation_of, is_regard, names_in_forward
 from regard.integrate.latent import latent_modules, why_expanded
 
 
@@ -82,6 +83,17 @@ def decoder_of(model: Any) -> Decoder:
     return Decoder(name, text, source, bool(expanding), is_paired, tuple(ref(x) for x in expanding))
 
 
+CROSS = "cross_attention"
+"""The kind of layers that attend to images alone, in a decoder whose one cache has all layers (Mllama)."""
+
+
+def layers_of(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """(kinds, their sizes) of a decoder's layers: as transformers names them, or `CROSS`."""
+    kinds, details = get_layer_types_and_kwargs(config)
+    crossing = getattr(config, "cross_attention_layers", None) or ()
+    return [CROSS if i in crossing else kind for i, kind in enumerate(kinds)], details
+
+
 def config_of_layer(config: Any, layer: int) -> Any:
     """The config of one layer of a decoder; its own where layers have other sizes (Gemma 4), else that of all."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
@@ -99,6 +111,17 @@ def _modules_in(file: str) -> tuple[type[nn.Module], ...]:
 def classes_of(config: Any) -> tuple[type[nn.Module], ...]:
     """The modules in the file of a model, by the model's config."""
     return _modules_in(type(config).__module__.replace(".configuration_", ".modeling_"))
+
+
+def cache_writers(config: Any) -> tuple[type[nn.Module], ...]:
+    """The attention classes in the file of a model that write keys and values into a cache."""
+    return tuple(
+        kind
+        for kind in classes_of(config)
+        if takes(kind.__init__, "layer_idx")
+        and any(takes(kind.forward, name) for name in NAMES)
+        and "update" in names_in_forward(kind)[0]
+    )
 
 
 def _check_takes_caches(model: Any, kind: type[Any] | None, name: str) -> None:

@@ -2,7 +2,8 @@
 
 import inspect
 import sys
-from typing import Any
+from types import CodeType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from regard.integrate.cache_argument import usual_name
 
 NAME = "regard"
 """transformers looks for "flash" and "sdpa" inside names of attention implementations: not in this one."""
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""The object in which models look their attention function up."""
 
 WITHOUT_EFFECT = {
     "position_ids": "positions are in the queries and keys (RoPE) and in the mask already",
@@ -81,6 +85,24 @@ def _read_by_eager(file: str) -> tuple[str, ...]:
     eager = getattr(sys.modules.get(file), "eager_attention_forward", None)
     parameters = inspect.signature(eager).parameters.values() if eager is not None else ()
     return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+def names_in_forward(kind: type[nn.Module]) -> tuple[set[str], set[str]]:
+    """(globals and attributes, keywords of calls) that a module's forward names, in its compiled code.
+
+    No public attribute of a model says whether it calls its attention function, or with which keywords; a trial run
+    would need inputs for every kind of model. For a name that is missed, the attention function refuses at the call.
+    """
+    names, keywords, codes = set[str](), set[str](), [getattr(inspect.unwrap(kind.forward), "__code__", None)]
+    for code in codes:
+        for constant in () if code is None else code.co_consts:
+            if isinstance(constant, CodeType):  # a function inside it
+                codes.append(constant)
+            else:  # the keywords of a call are constants: a tuple of strings, or strings before `**kwargs`
+                each = cast("tuple[Any, ...]", constant) if isinstance(constant, tuple) else (constant,)
+                keywords |= {name for name in each if isinstance(name, str)}
+        names |= set() if code is None else set(code.co_names)
+    return names, keywords
 
 
 def sink_of(logits: Tensor | None) -> Tensor | None:

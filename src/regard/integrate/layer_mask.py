@@ -218,10 +218,10 @@ def mask_over_kept(given: LayerMask, kept: int, rows: slice, skip: int, cache: o
             f"{mask!r} for {cache!r}, which drops tokens: it tells by position which keys a query sees, "
             "and the remaining ones have moved. Take a cache that keeps all."
         )
-    queries = given.shape[2]
-    if mask is None or isinstance(mask, Causal):
-        return mask
-    if queries == 1 or _is_causal_with_padding(mask):
+    queries, parts = given.shape[2], _parts(mask)
+    if all(isinstance(part, Causal) or _is_padding(part) for part in parts):
+        return Causal() if any(isinstance(part, Causal) for part in parts) else None
+    if queries == 1:
         return Causal()
     new = given.dense()[rows, :, skip:, given.shape[3] - queries + skip :]
     return TensorMask(F.pad(new, (kept, 0), value=True))
@@ -236,10 +236,11 @@ def _shows_all_earlier(mask: Mask | None) -> bool:
     return mask is None or isinstance(mask, Causal) or _is_padding(mask)
 
 
-def _is_causal_with_padding(mask: Mask) -> bool:
+def _parts(mask: Mask | None) -> list[Mask]:
+    """The masks that have to keep a pair, each of them."""
     if isinstance(mask, And):
-        return _is_causal_with_padding(mask.a) and _is_causal_with_padding(mask.b)
-    return isinstance(mask, Causal) or _is_padding(mask)
+        return [*_parts(mask.a), *_parts(mask.b)]
+    return [] if mask is None else [mask]
 
 
 def _is_padding(mask: Mask) -> bool:

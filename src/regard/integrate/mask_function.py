@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_tracing
 
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
+from regard.errors import RefusalError
 from regard.integrate.cache_evicting import latest
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
@@ -27,7 +28,7 @@ from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_o
 _CPU = torch.device("cpu")
 """Comparing takes 0.4 us in a pass, reading `device.type` 16."""
 
-_COMPUTE_WITH_MASKS = {"doge": sdpa_mask, "deepseek_v4": eager_mask}
+COMPUTE_WITH_MASKS = {"doge": sdpa_mask, "deepseek_v4": eager_mask}
 """Models that test the type of their mask before they compute with it, and what makes their dense tensor at once.
 
 A `LayerMask` turns dense when code computes with it, but cannot notice `isinstance(mask, BlockMask)` (Doge then leaves
@@ -52,15 +53,23 @@ def mask(
 
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
+
+    Raises:
+        RefusalError: in `sharded_masks`, for a model that computes with its masks.
     """
     make = None
     if not is_compiling():  # dynamo cannot trace these
         latest.set(None)  # a pass begins: the one before may have failed in front of its attention
         make = _sharded.get()
+    make_dense = COMPUTE_WITH_MASKS.get(getattr(config, "model_type", ""))
     if make is not None:
+        if make_dense is not None:  # such a model would read the tokens of other ranks in its own code
+            raise RefusalError(
+                f"a {config.model_type} model in context_parallel: it computes with its mask, over the keys of all "
+                "tokens, before attention does. Run this call in one process, outside of the context."
+            )
         function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
         return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
-    make_dense = _COMPUTE_WITH_MASKS.get(getattr(config, "model_type", ""))
     if make_dense is not None or _is_traced(q_offset, attention_mask, device):
         called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
         called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}

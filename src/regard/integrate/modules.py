@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.describe.position import Rope
-from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Scaling, Yarn
+from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.errors import ProblemError
 from regard.integrate.projections import projections_of
 from regard.nn.latent import LatentAttention
@@ -81,8 +81,14 @@ def rope_of(config: Any) -> Rope:
     interleaved = latent and bool(getattr(config, "rope_interleave", True))
     dim = config.qk_rope_head_dim if latent else _head_dim(config)
     is_partial = config.model_type in PARTIAL or config.model_type not in SUPPORTED
-    fraction = (parameters.get("partial_rotary_factor") if is_partial else None) or Rope.fraction
+    fraction = fraction_of(parameters) if is_partial else Rope.fraction
     return Rope(dim, float(parameters["rope_theta"]), scaling_of(parameters, config), fraction, interleaved)
+
+
+def fraction_of(parameters: dict[str, Any]) -> float:
+    """The share of the dimensions that `rope_parameters` rotate; all, where the scaling chooses among the pairs."""
+    is_proportional = parameters.get("rope_type") == "proportional"
+    return (None if is_proportional else parameters.get("partial_rotary_factor")) or Rope.fraction
 
 
 def scaling_of(parameters: dict[str, Any], config: Any) -> Scaling | None:
@@ -96,6 +102,8 @@ def scaling_of(parameters: dict[str, Any], config: Any) -> Scaling | None:
         return None
     if kind == "linear":
         return Linear(parameters["factor"])
+    if kind == "proportional":
+        return Proportional(parameters.get("partial_rotary_factor") or 1.0, parameters.get("factor") or 1.0)
     if kind == "dynamic":
         return DynamicNTK(parameters["factor"], config.max_position_embeddings)
     if kind == "llama3":
@@ -110,7 +118,8 @@ def scaling_of(parameters: dict[str, Any], config: Any) -> Scaling | None:
             max(1.0, parameters.get("factor") or config.max_position_embeddings / original),
             parameters.get("attention_factor"),
         )  # fmt: skip
-    raise ProblemError(f"rope_type {kind!r} is not known: expected default, linear, dynamic, yarn, llama3 or longrope.")
+    known = "default, linear, proportional, dynamic, yarn, llama3 or longrope"
+    raise ProblemError(f"rope_type {kind!r} is not known: expected {known}.")
 
 
 def _yarn(parameters: dict[str, Any], config: Any) -> Yarn:

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import find_packed_sequence_indices
 
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_argument import NAMES
+from regard.integrate.implementation import names_in_forward
+from regard.integrate.mask_function import COMPUTE_WITH_MASKS
 from regard.integrate.transformers import check_model
 
 IGNORED = -100
@@ -145,6 +148,8 @@ def check_mixing(model: Any) -> None:
         raise _refusal(name, "its pooler reads the first token of a sequence, which is on one rank")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _refusal(name, "it takes no position_ids, and numbers the tokens that it gets from 0")
+    if config.model_type in COMPUTE_WITH_MASKS:
+        raise _refusal(name, "it computes with its mask, over the keys of all tokens, before attention does")
     others = sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTION)
     if others or any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in model.modules()):
         raise _refusal(name, f"layers that mix tokens without attention ({', '.join(others) or 'convolutions'})")
@@ -177,7 +182,7 @@ def _check_arguments(model: Any, inputs: Inputs, arguments: dict[str, Any]) -> N
         value = arguments.get(keyword, getattr(model.config, keyword, None) if keyword.startswith("output") else None)
         if value is not None and not (isinstance(value, bool | int) and not value):
             raise _refusal(name, f"{keyword}={value if isinstance(value, bool | int) else '...'}: {why}")
-    if inputs.labels is not None and getattr(model, "loss_type", None) != "ForCausalLM":
+    if inputs.labels is not None and not has_causal_loss(model):
         raise _refusal(name, "labels: the loss of a causal language model is known, and this one's is another")
     if inputs.padding is not None and getattr(model.config, "attention_chunk_size", None) is not None:
         raise _refusal(name, "its chunks begin at the first token that is no padding; leave attention_mask out")
@@ -187,6 +192,17 @@ def _check_arguments(model: Any, inputs: Inputs, arguments: dict[str, Any]) -> N
         raise _refusal(name, "token_dropout: its embeddings are scaled by the share of masked tokens in the sequence")
     if inputs.positions.ndim != 2:
         raise _refusal(name, f"position_ids {list(inputs.positions.shape)}: expected [batch, tokens]")
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether the loss is transformers' own of a causal language model.
+
+    GPT-2 and BERT (`...LMHeadModel`) have no type of loss and take the default. XLNet and XLM compute another one.
+    """
+    kind = getattr(model, "loss_type", None)
+    if kind is not None or "loss_function" not in names_in_forward(type(model))[0]:
+        return kind == "ForCausalLM"
+    return model.loss_function is ForCausalLMLoss
 
 
 def _refusal(name: str, why: str) -> RefusalError:

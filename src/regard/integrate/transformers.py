@@ -10,7 +10,6 @@ transformers (5.17 to 5.24) lets an attention function and a mask function be re
 """
 
 import inspect
-from types import CodeType
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -18,14 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from regard.errors import ProblemError
 from regard.integrate.attention_function import attention
-from regard.integrate.implementation import NAME, UNSUPPORTED, not_supported
+from regard.integrate.implementation import INTERFACE, NAME, UNSUPPORTED, names_in_forward, not_supported
 from regard.integrate.latent import pass_latents
 from regard.integrate.mask_function import mask
 
 M = TypeVar("M")
-
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The object in which models look their attention function up."""
 
 
 def register() -> None:
@@ -82,8 +78,8 @@ def check_model(model: Any) -> None:
             f"use_regard(model) got {type(model).__name__}: expected a model of transformers (a PreTrainedModel). In a "
             "model of your own, call regard.attend."
         )
-    uses = {kind: _names_in_forward(kind) for kind in {type(module) for module in model.modules()}}
-    uses = {kind: names for kind, names in uses.items() if _INTERFACE in names[0]}
+    uses = {kind: names_in_forward(kind) for kind in {type(module) for module in model.modules()}}
+    uses = {kind: names for kind, names in uses.items() if INTERFACE in names[0]}
     if not uses:
         raise ProblemError(
             f"{type(model).__name__} computes attention in its own file ({type(model).__module__}) and never asks "
@@ -94,21 +90,3 @@ def check_model(model: Any) -> None:
     for kind, (_, keywords) in uses.items():
         for name in sorted(refused & keywords):
             raise not_supported(kind, name)
-
-
-def _names_in_forward(kind: type[nn.Module]) -> tuple[set[str], set[str]]:
-    """(globals and attributes, keywords of calls) that a module's forward names, in its compiled code.
-
-    No public attribute of a model says whether it calls its attention function, or with which keywords; a trial run
-    would need inputs for every kind of model. For a name that is missed, the attention function refuses at the call.
-    """
-    names, keywords, codes = set[str](), set[str](), [getattr(inspect.unwrap(kind.forward), "__code__", None)]
-    for code in codes:
-        for constant in () if code is None else code.co_consts:
-            if isinstance(constant, CodeType):  # a function inside it
-                codes.append(constant)
-            else:  # the keywords of a call are constants: a tuple of strings, or strings before `**kwargs`
-                each = cast("tuple[Any, ...]", constant) if isinstance(constant, tuple) else (constant,)
-                keywords |= {name for name in each if isinstance(name, str)}
-        names |= set() if code is None else set(code.co_names)
-    return names, keywords

@@ -350,7 +350,9 @@ class StoredTensor:
     def _row(self, part: Part, row: int, tokens: int) -> Tensor:
         data = part.decode(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
         data = data[:, part.first_slot : part.first_slot + tokens]
-        return (hadamard(data.to(wide_of(data.dtype))) if self.rotated else data).to(self.dtype)
+        if self.rotated:  # codes are decoded to float32: their rotation is as exact as the handle's own type
+            data = hadamard(data.to(torch.promote_types(wide_of(data.dtype), wide_of(self.dtype))))
+        return data.to(self.dtype)
 
     if not TYPE_CHECKING:  # where it would give every misspelled attribute a type
 
