@@ -1,5 +1,6 @@
 """The command `regard` itself: help, versions, and how it ends."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,32 @@ def test_a_full_disk_is_said_in_one_line(arguments):
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ran.stderr == "regard: error: the output cannot be written: No space left on device.\n"
     assert ran.returncode == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell of POSIX closes the streams")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code"),
+    [
+        ("cost llama-2-70b", ">&-", 0),
+        ("--version", ">&-", 0),
+        ("--help", ">&- 2>&-", 0),
+        ("cost llama-2-7", "2>&-", 2),
+        ("inspect -", "<&-", 2),
+    ],
+)
+def test_closed_streams_take_nothing_and_give_nothing(arguments, closed, code):
+    line = f"{sys.executable} -m regard {arguments} {closed}"
+    ran = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (code, "")
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [["cost", "gpt-oss-20b"], ["cost", "gpt2", "--machine", "h100"]])
+def test_files_are_read_as_utf_8_in_any_locale(arguments):
+    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "regard", *arguments]
+    ran = subprocess.run(command, capture_output=True, env=os.environ | locale, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
 
 
 PROBE = """

@@ -1,6 +1,8 @@
 """Every architecture of transformers that generates text: counted right from its config.json, or refused by name."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +15,7 @@ from regard.cost.config import NAMES, SHARED_EXPERTS, from_config
 from regard.cost.families import default_entries, family_names, find_family, is_sum, refusals
 from regard.cost.parameter_count import parameters
 from regard.cost.recurrent import recurrent_layer
+from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
 
 auto = pytest.importorskip("transformers.models.auto")
@@ -116,6 +119,20 @@ FORMS = [
     ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     ("bart", {"tie_word_embeddings": False}),
     ("whisper", {"encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 100}),
+    ("hy_v3", {"num_shared_experts": 0}),
+    ("hy_v3", {"num_shared_experts": 2}),
+    ("kimi_linear", {"num_shared_experts": 2}),
+    ("laguna", {"gating": False}),
+    ("laguna", {"gating": "per-element"}),
+    ("laguna", {"gating": "per-head"}),
+    ("marian", {"share_encoder_decoder_embeddings": False}),
+    ("marian", {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 60_000}),
+    ("marian", {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}),
+    ("mpt", {"expansion_ratio": 8}),
+    ("nemotron_h", {"tie_word_embeddings": True}),
+    ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention"]}),
+    ("nemotron_h", {"layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 0}),
+    ("opt", {"_remove_final_layer_norm": True}),
 ]
 """Settings that change which weights there are."""
 
@@ -264,6 +281,8 @@ KINDS = [
     ("llama4_text", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1]}),
     ("llama4_text", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1], "attention_chunk_size": None}),
     ("modernbert-decoder", {"global_attn_every_n_layers": 2}),
+    ("lara_mini", {"full_attention_interval": 2}),
+    ("olmo3", {"sliding_window_pattern": 6}),
     ("qwen3_next", {"full_attention_interval": 3, "sliding_window_pattern": 2}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 64}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1, 0, 0, 1, 1, 0, 1]}),
@@ -279,6 +298,67 @@ def test_a_config_json_without_layer_types_has_the_layers_that_transformers_make
     assert [kind_of(layer) for layer in read.layers] == config.layer_types
 
 
+def test_shared_experts_have_one_number_by_any_of_their_names():
+    """A config.json of the authors has the name that transformers maps to its own, which has a default."""
+    sizes = [
+        parameters(from_config("m", {"model_type": "kimi_linear", "num_shared_experts": number, **mixed_layers(27)}))
+        for number in (0, 1, 2)
+    ]
+    null = {"model_type": "deepseek_v3", "n_shared_experts": None}
+    assert from_config("m", null).layers == from_config("m", null | {"n_shared_experts": 0}).layers
+    one = 3 * 2304 * 1024 * 26  # of each layer but the first
+    assert [after.total - before.total for before, after in itertools.pairwise(sizes)] == [one, one]
+
+
+def mixed_layers(count):
+    return {
+        "layer_types": ["linear_attention", "full_attention"] * (count // 2) + ["linear_attention"] * (count % 2),
+        "mlp_layer_types": ["dense"] + ["sparse"] * (count - 1),
+    }
+
+
+def test_a_nemotron_h_with_the_letters_of_its_layers_is_that_with_their_kinds():
+    letters = "M-*EM"
+    config = auto.configuration_auto.CONFIG_MAPPING["nemotron_h"](hybrid_override_pattern=letters)
+    written = {"model_type": "nemotron_h", "hybrid_override_pattern": letters, "num_hidden_layers": 52}
+    read = from_config("m", written)
+    assert [kind_of(layer) for layer in read.layers] == config.layers_block_type
+    assert read == from_config("m", {"model_type": "nemotron_h", "layers_block_type": config.layers_block_type})
+    assert read == from_config("m", {"model_type": "nemotron_h", "layer_types": config.layers_block_type})
+
+
+def test_a_pattern_of_exaone_may_be_a_text():
+    entries = {"model_type": "exaone4", "num_hidden_layers": 7}
+    texts, numbers = ({**entries, "sliding_window_pattern": each} for each in ("LLG", 3))
+    assert from_config("m", texts).layers == from_config("m", numbers).layers
+
+
+ODD = (0, -1, "a", [], [[1]], ["x"], [1, 2], {}, 1.5, None, True, False)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=[pytest.mark.exhaustive] if i % 16 and each not in {"jamba", "nemotron_h"} else [])
+        for i, each in enumerate(COUNTED)
+    ],
+)
+def test_a_config_json_with_any_entry_wrong_is_counted_or_refused_in_words(family):
+    layers = default_entries(family).get("num_hidden_layers", 4)
+    base = {"model_type": family, **NEEDED.get(family, {})}
+    base |= {each: 4 for each in find_family(family).needs if each.startswith("linear_")}
+    if "layer_types" in find_family(family).needs:
+        base |= mixed_layers(layers) | {"mlp_only_layers": [0]}
+    if family == "nemotron_h":
+        base["layers_block_type"] = ["mlp", "linear_attention", "moe", "full_attention"]
+    for key in {*default_entries(family), *entries_that_are_read(family)} - {"model_type"}:
+        for value in ODD:
+            with contextlib.suppress(ProblemError):
+                model = from_config("m", {**base, key: value})
+                assert parameters(model).total > 0
+                assert forward(model, prompt_call(64)).total.flops > 0
+
+
 def test_sizes_of_recurrent_layers_are_checked():
     with pytest.raises(ProblemError, match="recurrent layers of 'mamba' have a state of 0: expected 1 or more"):
         from_config("m", {"model_type": "mamba", "state_size": 0})
@@ -291,6 +371,8 @@ def test_sizes_of_recurrent_layers_are_checked():
 def test_embeddings_of_another_width_are_refused():
     with pytest.raises(ProblemError, match="word_embed_proj_dim is 512 and hidden_size 1024"):
         from_config("opt-350m", {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512})
+    with pytest.raises(ProblemError, match="m has use_prompt: keys and values of learned prompts are not counted"):
+        from_config("m", {"model_type": "mvp", "use_prompt": True})
     with pytest.raises(ProblemError, match="moe_latent_size is 64: experts of another width"):
         from_config("m", {"model_type": "nemotron_h", "layers_block_type": ["moe"], "moe_latent_size": 64})
 
@@ -298,6 +380,9 @@ def test_embeddings_of_another_width_are_refused():
 def test_automatic_sizes_are_computed():
     entries = {"model_type": "bamba", "hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": "auto", "head_dim": 8}
     assert from_config("m", entries | {"num_hidden_layers": 2}).layers[0].recurrent.state == 2 * 256 * 256
+    heads = {"model_type": "falcon_h1", "hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": "auto"}
+    sizes = [from_config("m", {**heads, "mamba_d_ssm": each}).layers[0].recurrent.state for each in (None, 512)]
+    assert sizes == [2 * 256 * 256] * 2
     rank = {"model_type": "mamba", "hidden_size": 100, "time_step_rank": "auto"}
     assert (
         from_config("m", rank).layers[0].recurrent == from_config("m", rank | {"time_step_rank": 7}).layers[0].recurrent

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import Causal, Prefix, Window, attend, explain
+from regard import Causal, Prefix, Window, attend, explain, observe_calls
 from regard.backend.definition import attention
 from regard.cache import Contiguous, Fp8, Int4, Int8, KVCache, Paged, Rolling
 from regard.cost import Attention, Pattern, Storage, call_cost, find_machine, training_memory
@@ -17,6 +17,7 @@ from regard.cost.model import Layer, Mlp, Model
 from regard.cost.storage import cache_bytes, stored_bytes
 from regard.cost.training import layer_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step
+from regard.integrate import use_regard
 from regard.integrate.cache_argument import cache_of
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
@@ -116,6 +117,22 @@ def test_the_cost_of_a_call_is_that_of_its_plan():
     assert c.tiled_bytes is not None
     assert c.least_bytes < c.tiled_bytes < c.naive_bytes
     assert c.intensity == plan.flops / plan.bytes
+
+
+def test_differential_attention_takes_the_two_calls_of_each_layer():
+    auto = pytest.importorskip("transformers.models.auto")
+    config = auto.configuration_auto.CONFIG_MAPPING["diffllama"](
+        num_hidden_layers=3, vocab_size=101, pad_token_id=0, **SMALL["llama"]
+    )
+    model, calls = use_regard(auto.AutoModelForCausalLM.from_config(config).eval()), []
+    with torch.no_grad(), observe_calls(calls.append):
+        model(torch.zeros(1, 37, dtype=torch.long), use_cache=False)
+    read = from_config("m", config.to_dict())
+    made = sum(explain(call.q, call.k, call.v, mask=Causal()).flops for call in calls)
+    assert (len(calls), made) == (2 * 3, forward(read, prompt_call(37)).attention.flops)
+    once = read.with_attention(calls=1)
+    assert training_step(read, 37).attention.flops == 2 * training_step(once, 37).attention.flops
+    assert training_memory(read, 37).naive > training_memory(once, 37).naive
 
 
 # ---- bytes of caches ------------------------------------------------------------------------------------------------

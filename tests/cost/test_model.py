@@ -79,6 +79,9 @@ def test_the_text_part_of_a_model_with_images_is_read():
     assert (model.d_model, model.notes) == (64, ("The text model alone.",))
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -98,6 +101,34 @@ def test_the_text_part_of_a_model_with_images_is_read():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding layers and no sliding_window"),
         ({"is_encoder_decoder": True}, "an encoder with a decoder"),
         ({"num_local_experts": 4, "num_experts_per_tok": 8}, "8 of 4 experts"),
+        ({"num_attention_heads": 0}, "^m: num_attention_heads is 0: expected 1 or more.$"),
+        ({"intermediate_size": [[1], [2]]}, r"^m: intermediate_size is \[\[1\], \[2\]\]: expected a whole number.$"),
+        ({"layer_types": [["full_attention"]] * 2}, r"layer_types has \['full_attention'\]: expected a list of names"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention': expected a list of names, one for each"),
+        ({"layer_types": ["full_attention"]}, "layer_types has a length of 1, with 2 layers: expected one entry for"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has a length of 3, with 2 layers"),
+        ({**EXPERTS, "n_shared_experts": "2"}, "^m: n_shared_experts is '2': expected a whole number.$"),
+        ({**EXPERTS, "n_shared_experts": 2.0}, "^m: n_shared_experts is 2.0: expected a whole number, 2.$"),
+        ({**EXPERTS, "n_shared_experts": -1}, "^m: n_shared_experts is -1: expected 0 or more.$"),
+        ({**EXPERTS, "mlp_layer_types": ["dense", "odd"]}, "^m has MLPs of 'odd': expected dense or sparse.$"),
+        ({**EXPERTS, "mlp_layer_types": [1, 2]}, "mlp_layer_types has 1: expected a list of names"),
+        ({**EXPERTS, "mlp_layer_types": ["dense"]}, "mlp_layer_types has a length of 1, with 2 layers"),
+        ({**EXPERTS, "mlp_only_layers": 3}, "^m: mlp_only_layers is 3: expected a list of whole numbers.$"),
+        ({**EXPERTS, "moe_layers": 3}, "moe_layers is 3: expected a list of whole numbers"),
+        ({**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step is 0: expected 1 or more"),
+        ({"model_type": "llama4_text", "interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0: expected 1"),
+        ({"model_type": "llama4_text", "no_rope_layers": [1]}, "no_rope_layers has a length of 1, with 2 layers"),
+        ({"model_type": "jamba", "attn_layer_period": 0}, "^m: attn_layer_period is 0: expected 1 or more.$"),
+        ({"model_type": "bamba", "attn_layer_indices": 1}, "attn_layer_indices is 1: expected a list of whole numbers"),
+        ({"model_type": "lfm2", "full_attn_idxs": ["1"]}, "full_attn_idxs has '1': expected a list of whole numbers"),
+        ({"model_type": "smollm3", "no_rope_layers": 4}, "no_rope_layers is 4: expected a list of whole numbers"),
+        ({"model_type": "qwen2", "max_window_layers": "a"}, "max_window_layers is 'a': expected a whole number"),
+        ({"model_type": "qwen3_next", "full_attention_interval": -2}, "full_attention_interval is -2: expected 1"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": -3}, "sliding_window_pattern is -3: expected 1 or"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LXG"}, "is 'LXG': expected a text of L .* and G"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "is 'MX': expected a text of M .* and E"),
+        ({"model_type": "lfm2", "block_ffn_dim_multiplier": "a"}, "block_ffn_dim_multiplier is 'a': expected a number"),
+        ({"kv_lora_rank": 0}, "^m has no qk_rope_head_dim, qk_nope_head_dim: expected"),
     ],
 )
 def test_impossible_shapes_say_why(change, message):

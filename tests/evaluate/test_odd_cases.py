@@ -66,6 +66,13 @@ def test_settings_that_no_text_has_are_refused(task, message):
         evaluate(task, uniform)
 
 
+def test_a_file_without_questions_is_refused(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(ProblemError, match=r"questions.jsonl has no questions: expected a JSON object with a question"):
+        evaluate(Documents((5,), questions=str(file)), uniform)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

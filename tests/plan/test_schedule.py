@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Blocks, Causal, Documents, Mask, MaskFunction, Prefix, TensorMask, Window
+from regard import Blocks, Causal, Dilated, Documents, Mask, MaskFunction, Prefix, TensorMask, Window
 from regard.describe.mask import CallSizes, Rectangles
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -57,6 +57,7 @@ def test_a_schedule_lists_exactly_what_the_mask_keeps(data: st.DataObject, sizes
     expected = dense(mask, queries, keys, keys - queries)
     assert torch.equal(drawn(s), expected)
     assert s.pairs == int(expected.sum())
+    assert s.keys_read == int(expected[: s.maps[0], : s.maps[1]].any(dim=2).sum())
 
 
 @given(data=st.data(), sizes=SIZES)
@@ -130,7 +131,13 @@ def test_covered_counts_whole_tiles():
 
 def test_keys_that_no_tile_lists_are_not_read():
     s = made(Causal() & (Window(8) | Prefix(4)), 8, 800, 792, 8)
-    assert s.keys_read == 8 + 8 + 8  # the sinks' tile, and two for the window, which reaches 7 keys back
+    assert s.keys_read == 4 + 7 + 8  # the sinks, and the window, which reaches 7 keys back
+
+
+def test_keys_that_no_query_of_a_tile_sees_are_not_read():
+    assert made(Causal() & Dilated(64), 1, 8192, 8191, 64).keys_read == 8192 // 64
+    assert made(Causal() & Window(16), 1, 8192, 8191, 64).keys_read == 16
+    assert made(Causal() & Window(16), 100, 8192, 8092, 64).keys_read == 99 + 16
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,9 @@ def test_a_million_tokens_are_scheduled_at_once(mask: Mask, tokens: int, seconds
     s = schedule(mask, **sizes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    start = time.perf_counter()
+    assert s.keys_read == tokens
+    assert time.perf_counter() - start < seconds
     assert min(took) < seconds
     assert peak < mib << 20
     window = tokens if mask == Causal() else 4096

@@ -215,7 +215,8 @@ def _check(problems: list[str]) -> dict[str, Any]:
 def _openmp() -> list[str]:
     """The OpenMP libraries in this process. regard takes the threads of the one that torch brings."""
     maps = Path("/proc/self/maps")
-    names = re.findall(r"/\S*lib(?:gomp|omp|iomp5)\b\S*", maps.read_text()) if maps.exists() else []
+    text = maps.read_text(encoding="utf-8", errors="replace") if maps.exists() else ""
+    names = re.findall(r"/\S*lib(?:gomp|omp|iomp5)\b\S*", text)
     return sorted(set(names))
 
 

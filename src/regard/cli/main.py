@@ -107,6 +107,7 @@ def run_command(run: Callable[[], int]) -> int:
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal whose encoding lacks "…" gets a "?"
@@ -124,6 +125,14 @@ def run_command(run: Callable[[], int]) -> int:
             raise
         _discard_stdout()
         return _end(2, f"error: {error.filename or 'the output'} cannot be written: {error.strerror}.")
+
+
+def _open_streams() -> None:
+    """Replace standard streams that the caller closed, which are None, by streams of nothing: `regard ... >&-`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, PTH123 - it lives as long as the process
+            setattr(sys, name, stream)
 
 
 def _run_and_flush(run: Callable[[], int]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from regard.cost.entries import INTERVALS, KINDS, SHARED_EXPERTS, check_length, checked_entries
 from regard.cost.families import Family, default_entries, entry, find_family, is_sum, value_of
 from regard.cost.fields import from_fields, missing_fields
 from regard.cost.model import Model
@@ -50,16 +51,8 @@ LETTERS = {
 }  # fmt: skip
 """Kinds of layers of transformers, as letters of `from_fields`; MLPs where they are layers of their own."""
 
-KINDS = ("layer_types", "layers_block_type", "attention_layers")
-"""Entries with the kind of each layer."""
-
-INTERVALS = ("full_attention_interval", "sliding_window_pattern", "global_attn_every_n_layers")
-"""Entries that say which layers are of full attention, in place of the pattern of a family."""
-
 MLP_LETTERS = {"dense": "d", "sparse": "e"}
 """`mlp_layer_types` of transformers, as letters of `from_fields`."""
-
-SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 TEXT_CONFIGS = ("text_config", "llm_config")
 """Entries with the text model of a model for images or sounds."""
@@ -67,14 +60,14 @@ TEXT_CONFIGS = ("text_config", "llm_config")
 FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "shared_gate")
 """Fields that are true or false."""
 
-AT_LEAST_ONE = ("d_model", "layers", "vocab", "window")
+AT_LEAST_ONE = ("d_model", "layers", "heads", "vocab", "window")
 """Fields that are not zero."""
 
 
 def read_config(path: Path) -> Model:
     """The model that a config.json describes."""
     try:
-        content: object = json.loads(path.read_text())
+        content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProblemError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
@@ -100,9 +93,11 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
         config = {"tie_word_embeddings": tied, **{k: v for k, v in config[nested].items() if v is not None}}
         notes.append("The text model alone.")
     family = _family(name, str(config.get("model_type", "")), notes)
+    is_known = config.get("model_type") == family.name
+    config = checked_entries(name, family.name if is_known else None, config)
     if missing := [each for each in family.needs if not config.get(each)]:
         raise ProblemError(f"{name} has no {', '.join(missing)}: expected what {family.name} has there.")
-    if config.get("model_type") == family.name:
+    if is_known:
         config = _with_defaults(config, family.name, notes)
     if config.get("is_encoder_decoder") and "encoder_layers" not in family.read:
         raise ProblemError(f"{name}: {family.name} is an encoder with a decoder, which is not read from a config.json.")
@@ -119,8 +114,8 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     if family.recurrent:
         fields["recurrent"] = _recurrent(family.recurrent, config, fields)
     _add_pattern(name, family.name, config, fields)
-    _add_experts(config, fields)
-    _add_family(family.name, config, fields)
+    _add_experts(name, family.name, config, fields)
+    _add_family(name, family.name, config, fields)
     if missing := missing_fields(fields):
         lacks = ", ".join(_alternatives(names[field]) for field in missing)
         raise ProblemError(
@@ -138,7 +133,7 @@ def _alternatives(keys: Sequence[str]) -> str:
 
 def _with_defaults(config: Mapping[str, Any], family: str, notes: list[str]) -> Mapping[str, Any]:
     """The entries, completed by the defaults of the family: transformers writes only those that differ."""
-    groups = {each: names for names in NAMES.values() for each in names}  # names of one field
+    groups = {each: names for names in (*NAMES.values(), SHARED_EXPERTS) for each in names}  # names of one value
     missing = {
         key: value
         for key, value in default_entries(family).items()
@@ -198,8 +193,10 @@ def _computed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
 
 def _checked(name: str, field: str, key: str, value: Any) -> Any:
     """The value of a key of the config.json as the value of a field."""
-    if isinstance(value, list) and value and len(set(cast("list[Any]", value))) == 1:  # one for each layer, all equal
-        value = cast("list[Any]", value)[0]
+    if isinstance(value, list) and value:
+        first, *others = cast("list[Any]", value)
+        if not isinstance(first, list) and all(each == first for each in others):  # one for each layer, all equal
+            value = first
     kind = bool if field in FLAGS else int
     if type(value) is not kind:
         whole = f", {int(value)}" if isinstance(value, float) and value.is_integer() else ""
@@ -213,12 +210,15 @@ def _checked(name: str, field: str, key: str, value: Any) -> Any:
 def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """The pattern of each layer: `layer_types`, or the settings that families had before these."""
     window = fields.get("window") or config.get("sliding_window") or (config.get("local_attention") or 0) // 2
+    if window:
+        window = _checked(name, "window", "sliding_window", window)
     if family == "modernbert" and window:
         window += 1  # the key at a distance of half the window is seen as well
     if config.get("use_sliding_window") is False or (family == "llama4_text" and not fields.get("chunk")):
         window = None
-    kinds = next((config[each] for each in KINDS if config.get(each)), None)
-    if kinds:
+    key = next((each for each in KINDS if config.get(each)), None)
+    if key is not None:
+        kinds = config[key]
         known = {kind for kind, letter in LETTERS.items() if letter != "r" or fields.get("recurrent")}
         unknown = next((kind for kind in kinds if kind not in known), None)
         if unknown is not None:
@@ -226,15 +226,19 @@ def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict
                 f"{name} has layers of {unknown!r}: expected {', '.join(sorted(known))}; others are not counted."
             )
         letters = "".join(LETTERS[kind] for kind in kinds)
-        if "n" in letters:  # each layer is a mixer or an MLP
+        if family == "nemotron_h" or "n" in letters:  # each layer is a mixer or an MLP
             fields["layers"] = len(kinds)
             fields["mlp_pattern"] = "".join({"mlp": "d", "moe": "e"}.get(kind, "n") for kind in kinds)
-    elif "pattern" in fields and not any(isinstance(config.get(each), int) for each in INTERVALS):
+        elif "layers" in fields:
+            check_length(name, key, kinds, fields["layers"])
+    elif "pattern" in fields and not any(config.get(each) for each in INTERVALS):
         letters = str(fields["pattern"])
     else:
+        if family in ("llama4_text", "smollm3") and (rotated := config.get("no_rope_layers")):
+            check_length(name, "no_rope_layers", rotated, fields.get("layers", 0))
         letters = _letters_by_rule(family, config, bool(window), fields.get("layers", 0))
     if window:
-        fields["window"] = _checked(name, "window", "sliding_window", window)
+        fields["window"] = window
     if "s" in letters and not window:
         raise ProblemError(f"{name} has sliding layers and no sliding_window.")
     if "c" not in letters:
@@ -244,6 +248,8 @@ def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict
 
 def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, layers: int) -> str:
     every = config.get("sliding_window_pattern")
+    if isinstance(every, str):
+        return every.replace("L", "s").replace("G", "f") if has_window else "f"
     if family in ("llama4_text", "smollm3"):  # layers without RoPE differ
         rotated = config.get("no_rope_layers") or [1] * (config.get("no_rope_layer_interval", 4) - 1) + [0]
         chunk = "c" if family == "llama4_text" and config.get("attention_chunk_size") else "f"
@@ -282,25 +288,34 @@ def _repeated(letters: str, layers: int) -> str:
     return (letters * layers)[: max(layers, 0)]
 
 
-def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+def _add_experts(name: str, family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     if fields.get("experts", 1) <= 1:
         for field in ("experts", "active", "expert_mlp", "shared_mlp", "dense_layers", "shared_gate"):
             fields.pop(field, None)
         return
+    layers = fields.get("layers", 0)
     fields.setdefault("active", 1)
-    shared = next((config[each] for each in SHARED_EXPERTS if config.get(each)), 0)
+    shared = next((config[each] for each in SHARED_EXPERTS if config.get(each) is not None), 0)
+    if family == "hy_v3" and not shared:  # transformers makes a whole MLP of none
+        fields["shared_mlp"] = fields["mlp"]
+    if family == "nemotron_h" and fields.get("shared_mlp") == 0:  # and here of a width of 0
+        fields["shared_mlp"] = fields["mlp"]
     if shared and "shared_mlp" not in fields:
         fields["shared_mlp"] = shared * fields.get("expert_mlp", fields["mlp"])
     if kinds := config.get("mlp_layer_types"):
+        if unknown := next((kind for kind in kinds if kind not in MLP_LETTERS), None):
+            raise ProblemError(f"{name} has MLPs of {unknown!r}: expected {' or '.join(MLP_LETTERS)}.")
+        check_length(name, "mlp_layer_types", kinds, layers)
         fields["mlp_pattern"] = "".join(MLP_LETTERS[kind] for kind in kinds)
     if "moe_layer_start_index" in config:  # ernie4_5_moe
-        first, last, every = (config[f"moe_layer_{each}"] for each in ("start_index", "end_index", "interval"))
-        last = fields["layers"] - 1 if last == -1 else last
-        has_experts = (not (i + 1) % every and first <= i <= last for i in range(fields["layers"]))
+        first, last = config["moe_layer_start_index"], config.get("moe_layer_end_index", -1)
+        every = config.get("moe_layer_interval", 1)
+        last = layers - 1 if last == -1 else last
+        has_experts = (not (i + 1) % every and first <= i <= last for i in range(layers))
         fields["mlp_pattern"] = "".join("e" if each else "d" for each in has_experts)
     if "expert_layer_period" in config:  # jamba
-        period, offset = config["expert_layer_period"], config["expert_layer_offset"]
-        fields["mlp_pattern"] = "".join("e" if i % period == offset else "d" for i in range(fields["layers"]))
+        period, offset = config["expert_layer_period"], config.get("expert_layer_offset", 1)
+        fields["mlp_pattern"] = "".join("e" if i % period == offset else "d" for i in range(layers))
     if config.get("decoder_sparse_step", 1) > 1:
         fields["moe_every"] = config["decoder_sparse_step"]
     if "interleave_moe_layer_step" in config:  # llama4_text: intermediate_size is that of an expert
@@ -308,14 +323,14 @@ def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         fields["shared_mlp"] = fields["expert_mlp"] = fields["mlp"]
         fields["dense_mlp"] = config.get("intermediate_size_mlp", fields["mlp"])
     if (with_experts := config.get("moe_layers")) is not None:  # of llama4_text
-        fields["mlp_pattern"] = "".join("e" if i in with_experts else "d" for i in range(fields["layers"]))
+        fields["mlp_pattern"] = "".join("e" if i in with_experts else "d" for i in range(layers))
     if only_dense := config.get("mlp_only_layers"):
         every = fields.get("moe_every", 1)
-        has_experts = (i not in only_dense and not (i + 1) % every for i in range(fields["layers"]))
+        has_experts = (i not in only_dense and not (i + 1) % every for i in range(layers))
         fields["mlp_pattern"] = "".join("e" if each else "d" for each in has_experts)
 
 
-def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+def _add_family(name: str, family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """What a setting of one family alone says."""
     if family == "falcon":
         grouped = bool(config.get("new_decoder_architecture"))
@@ -328,6 +343,8 @@ def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) 
         fields["gated"] = str(config["feed_forward_proj"]).startswith("gated")
     if family in ("lfm2", "lfm2_moe") and config.get("block_auto_adjust_ff_dim"):
         multiple, share = config.get("block_multiple_of", 256), config.get("block_ffn_dim_multiplier") or 1
+        if not isinstance(share, int | float) or share < 0:
+            raise ProblemError(f"{name}: block_ffn_dim_multiplier is {share!r}: expected a number above 0.")
         fields["mlp"] = -(-int(share * (2 * fields["mlp"] // 3)) // multiple) * multiple
     if family == "gpt_bigcode":
         fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
@@ -343,8 +360,15 @@ def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) 
             fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = False
         if not config.get("layer_norm_elementwise_affine", True):
             fields["norm_weights"] = 0
-        if not config.get("do_layer_norm_before", True):
+        if not config.get("do_layer_norm_before", True) or config.get("_remove_final_layer_norm"):
             fields["final_norm"] = False
+    if family == "laguna":
+        fields["gate"] = "head" if config.get("gating", True) in (True, "per-head") else "element"
+    if family == "marian" and not config.get("share_encoder_decoder_embeddings", True):
+        fields["other_parameters"] = fields.get("vocab", 0) * fields.get("d_model", 0)  # embeddings of the encoder
+        fields["vocab"] = config.get("decoder_vocab_size") or fields.get("vocab", 0)
+    if family == "mvp" and config.get("use_prompt"):
+        raise ProblemError(f"{name} has use_prompt: keys and values of learned prompts are not counted.")
     if family == "bert-generation" and config.get("is_decoder"):
         fields["causal"] = fields["has_output"] = True
     if family == "nemotron_h" and config.get("moe_latent_size"):

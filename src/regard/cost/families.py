@@ -69,7 +69,7 @@ def find_family(name: str) -> Family | None:
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    return json.loads((Path(__file__).parent / "config_defaults.json").read_text())
+    return json.loads((Path(__file__).parent / "config_defaults.json").read_text(encoding="utf-8"))
 
 
 def default_entries(family: str) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ FIELDS = {
     "shared_mlp", "dense_layers", "dense_mlp", "moe_every", "shared_cache_layers", "full_kv_heads", "full_head_dim",
     "gated", "mlp_bias", "qkv_bias", "out_bias", "norms", "norm_weights", "final_norm", "qk_norm", "sink", "tied",
     "has_output", "positions", "router_bias", "gate", "mlp_pattern", "recurrent", "encoder_heads", "encoder_mlp",
-    "source_tokens", "expert_bias", "shared_gate", "other_parameters", "published_parameters", "notes",
+    "source_tokens", "expert_bias", "shared_gate", "other_parameters", "published_parameters", "notes", "calls",
 }  # fmt: skip
 """Fields of a row of models.toml, beside `family` and `source`; `from_fields` says what they are."""
 
@@ -47,7 +47,7 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
     >>> missing_fields({"d_model": 64, "layers": 2, "pattern": "r", "vocab": 100})
     ['mlp']
     """
-    needed = ["d_model", "layers", "heads", "vocab", "mlp"]
+    needed = ["d_model", "layers", "heads", "vocab", "mlp", *(("rope_dim", "nope_dim") if "kv_rank" in fields else ())]
     if set(str(fields.get("pattern", "f"))) <= {"r", "n"}:
         needed.remove("heads")
     return [field for field in needed if field not in fields]
@@ -128,6 +128,7 @@ def _attention(f: Mapping[str, Any], index: int) -> Attention | None:
         sink=f.get("sink", False),
         shares_cache=index >= f["layers"] - f.get("shared_cache_layers", 0),
         gate=f.get("gate", ""),
+        calls=f.get("calls", 1),
     )
 
 
@@ -137,6 +138,8 @@ def _cross(f: Mapping[str, Any]) -> Attention | None:
 
 
 def _head_dim(f: Mapping[str, Any]) -> int:
+    if f["heads"] < 1:
+        raise ProblemError(f"heads is {f['heads']}: expected 1 or more.")
     if f["d_model"] % f["heads"]:
         raise ProblemError(f"d_model {f['d_model']} is no whole multiple of {f['heads']} heads: give head_dim.")
     return f["d_model"] // f["heads"]
@@ -149,6 +152,8 @@ def _mlp(f: Mapping[str, Any], index: int) -> Mlp | None:
         if letter == "n":
             return None
         has_experts = letter == "e"
+        if has_experts and "experts" not in f:
+            raise ProblemError(f"layer {index} has experts: expected a number of experts of 2 or more.")
     else:
         has_experts = "experts" in f and index >= f.get("dense_layers", 0) and not (index + 1) % f.get("moe_every", 1)
     if not has_experts:

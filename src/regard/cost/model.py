@@ -50,6 +50,8 @@ class Attention:
         sink: whether each head has a learned logit.
         shares_cache: whether keys and values are those of an earlier layer: no projection, nothing to store.
         is_cross: whether keys and values come from an encoder.
+        calls: how often a layer attends with its queries and keys, each time to other values; 2 in differential
+            attention.
         gate: whether the output is multiplied by a gate, a projection of the input: "" for none, "element" for one gate
             for each element, "head" for one for each head.
     """
@@ -67,6 +69,7 @@ class Attention:
     shares_cache: bool = False
     is_cross: bool = False
     gate: str = ""
+    calls: int = 1
 
     def __post_init__(self) -> None:
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "qk_dim": self.qk_dim, "v_dim": self.v_dim}

@@ -37,7 +37,7 @@ def identity() -> str:
 def gpus() -> list[str]:
     """The GPUs that the driver describes, as text; not read from torch, which takes seconds to import."""
     try:
-        found = [each.read_text() for each in sorted(GPUS.glob("*/information"))]
+        found = [each.read_text(encoding="utf-8") for each in sorted(GPUS.glob("*/information"))]
     except OSError:
         return []
     names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in found]
@@ -48,7 +48,7 @@ def gpus() -> list[str]:
 def read_this_machine(name: str = "this") -> Machine | None:
     """The stored limits; None if there are none, or none of this machine."""
     try:
-        content: Any = json.loads(stored_at(name).read_text())
+        content: Any = json.loads(stored_at(name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     found = cast("dict[str, Any]", content) if isinstance(content, dict) else {}

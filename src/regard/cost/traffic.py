@@ -52,15 +52,15 @@ def tiled_elements(queries: int, keys: int, qk_dim: int, v_dim: int, fast: int, 
 
 
 def attention_traffic(a: Attention, *, queries: int, keys: int, batch: int, item: int, fast_memory: int) -> Traffic:
-    """Bytes of all heads of one layer. Both algorithms read keys and values once for each query head.
+    """Bytes of all heads of one layer. Both algorithms read keys and values once for each query head and call.
 
     Args:
         fast_memory: M in bytes.
     """
-    heads = batch * a.heads
+    heads = batch * a.heads * a.calls
     seen = a.pattern.keys_seen(queries=queries, keys=keys)
     pairs = a.pattern.pairs(queries=queries, keys=keys)
-    least = batch * (queries * a.heads * (a.qk_dim + a.v_dim) + seen * a.kv_heads * (a.qk_dim + a.v_dim))
+    least = batch * (queries * a.heads * (a.qk_dim + a.calls * a.v_dim) + seen * a.kv_heads * (a.qk_dim + a.v_dim))
     tiled = heads * tiled_elements(queries, keys, a.qk_dim, a.v_dim, fast_memory // item, pairs)
     naive = heads * naive_elements(queries, keys, a.qk_dim, a.v_dim)
     return Traffic(least * item, tiled * item, naive * item)

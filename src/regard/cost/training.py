@@ -83,7 +83,8 @@ def _attention(a: Attention, d_model: int) -> int:
     queries, out = a.heads * a.qk_dim, a.heads * a.v_dim
     gate = {"": 0, "element": 2 * out, "head": a.heads + out}[a.gate]  # the gate, and its product with the output
     if a.latent is None:
-        return d_model + gate + queries + a.kv_heads * (a.qk_dim + a.v_dim) + out
+        outs = out if a.calls == 1 else (a.calls + 1) * out  # of several calls, those before and after they are one
+        return d_model + gate + queries + a.kv_heads * (a.qk_dim + a.v_dim) + outs
     latents = 2 * (a.latent.kv_rank + (a.latent.q_rank or 0))  # before and after their norms
     return d_model + latents + 2 * queries + 2 * out
 
@@ -96,7 +97,7 @@ def _mlp(m: Mlp, d_model: int) -> int:
 
 def _square(a: Attention, item: int, *, dropout: bool) -> int:
     """Bytes of one pair that attention without tiles stores: its weights, and with dropout its mask and result."""
-    return a.heads * (2 * item + 1 if dropout else item)
+    return a.calls * a.heads * (2 * item + 1 if dropout else item)
 
 
 def _ends(model: Model, item: int) -> int:

@@ -149,7 +149,8 @@ def _attend(a: Attention, d_model: int, call: Call, queries: int, keys: int) -> 
     if projected:
         projections += _product(weights.keys, projected, d_model + a.cached, call.item)
     if a.latent is None:
-        flops, rows = attention_flops(b * a.heads * pairs, a.qk_dim, a.v_dim), width
+        flops = attention_flops(a.calls * b * a.heads * pairs, a.qk_dim, a.v_dim)
+        rows = a.heads * (a.qk_dim + a.calls * a.v_dim)
     else:
         expanded, absorbed, up = _latent(a, queries, keys, pairs)
         is_absorbed = absorbed < expanded
@@ -223,5 +224,5 @@ def training_step(
 
 
 def _gradient(a: Attention, batch: int, queries: int, keys: int) -> int:
-    pairs = batch * a.heads * a.pattern.pairs(queries=queries, keys=keys)
+    pairs = a.calls * batch * a.heads * a.pattern.pairs(queries=queries, keys=keys)
     return attention_gradient_flops(pairs, a.qk_dim, a.v_dim)

@@ -46,7 +46,7 @@ def orders() -> dict[str, Order]:
     """The rows of the table by kind."""
     import tomllib  # noqa: PLC0415 - calls on a CPU need no table
 
-    rows: dict[str, Any] = tomllib.loads(TABLE.read_text())
+    rows: dict[str, Any] = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return {kind: Order(kind, tuple(row["backends"]), row["reason"], row["measured"]) for kind, row in rows.items()}
 
 

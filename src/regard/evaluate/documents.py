@@ -87,7 +87,7 @@ def read_questions(file: str) -> list[Asked]:
     """The questions of a file.
 
     Raises:
-        ProblemError: it cannot be read, or a line is no question with a document that has the answer.
+        ProblemError: it cannot be read, it is empty, or a line is no question with a document that has the answer.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -97,7 +97,10 @@ def read_questions(file: str) -> list[Asked]:
         raise ProblemError(f"{file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ProblemError(f"{file} cannot be read: {error}.") from None
-    return [_asked(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    asked = [_asked(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not asked:
+        raise ProblemError(f"{file} has no questions: expected a JSON object with a question in each line.")
+    return asked
 
 
 def _asked(line: str, where: str) -> Asked:

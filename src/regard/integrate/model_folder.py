@@ -37,7 +37,7 @@ def sizes_of(name: str | None) -> tuple[int, int] | None:
     if name is None:
         return SMOLLM2
     try:
-        config: Any = json.loads((Path(name).expanduser() / "config.json").read_text())
+        config: Any = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):

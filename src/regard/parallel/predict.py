@@ -162,8 +162,8 @@ def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Lay
     tables = {p: rank_pairs(pair_counts(p, c.context), layout) for p in {a.pattern for a in kinds}}
     for a, layers in kinds.items():
         steps = ring_steps(tables[a.pattern], layout.counts)
-        flops = attention_flops(1, a.qk_dim, a.v_dim) * c.batch * a.heads * steps.pairs
-        rows = c.batch * a.heads * counts * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+        flops = a.calls * attention_flops(1, a.qk_dim, a.v_dim) * c.batch * a.heads * steps.pairs
+        rows = c.batch * a.heads * counts * (a.qk_dim + a.calls * a.v_dim) * ITEMS[c.dtype]
         moved = rows * (steps.read > 0) + steps.read * block_bytes(a, 1, c)
         compute = np.maximum(flops / machine.peak(c.dtype), moved / machine.bandwidth)
         sending = steps.sent * block_bytes(a, 1, c)
@@ -223,8 +223,8 @@ def _ulysses(c: ModelCost, machine: Machine, kinds: Counter[Attention], ranks: i
     for a, layers in kinds.items():
         heads = even_parts(a.heads, ranks)[0]  # the first rank has as many as any
         pairs = a.pattern.pairs(queries=c.context, keys=c.context)
-        flops = attention_flops(c.batch * len(heads) * pairs, a.qk_dim, a.v_dim)
-        rows = (len(heads) + len(kv_heads_of(heads, a))) * (a.qk_dim + a.v_dim)
+        flops = a.calls * attention_flops(c.batch * len(heads) * pairs, a.qk_dim, a.v_dim)
+        rows = len(heads) * (a.qk_dim + a.calls * a.v_dim) + len(kv_heads_of(heads, a)) * (a.qk_dim + a.v_dim)
         moved = c.batch * c.context * rows * ITEMS[c.dtype]
         sending = exchanged(a, counts, c)
         computing += layers * machine.seconds(flops, moved, c.dtype)

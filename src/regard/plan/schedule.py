@@ -93,19 +93,15 @@ class Schedule:
 
     @cached_property
     def keys_read(self) -> int:
-        """Keys in any listed tile, counted once per map."""
+        """Keys that some query sees, counted once per map."""
         m, across = self.maps[0] * self.maps[1], -(-self.keys // self.tile)
-        edges = np.zeros((m, across + 1), dtype=np.int64)  # +1 where tiles begin to be listed, -1 where they end
-        for start, tile, length in (
-            (self.run_start, self.run_tile, self.run_length),
-            (self.patch_start, self.patch_tile, 1),
-        ):
-            at = np.repeat(np.arange(m * self.query_tiles), np.diff(start)) // max(self.query_tiles, 1)
-            np.add.at(edges, (at, tile), 1)
-            np.add.at(edges, (at, tile + length), -1)
-        listed = edges.cumsum(axis=1)[:, :across] > 0
+        edges = np.zeros((m, across + 1), dtype=np.int64)  # +1 where runs begin, -1 where they end
+        at = self._maps_of(self.run_start)
+        np.add.at(edges, (at, self.run_tile), 1)
+        np.add.at(edges, (at, self.run_tile + self.run_length), -1)
+        in_runs = edges.cumsum(axis=1)[:, :across] > 0
         sizes = np.minimum(self.tile, self.keys - np.arange(across) * self.tile)
-        return int((listed * sizes).sum())
+        return int((in_runs * sizes).sum()) + self._keys_of_patches(in_runs)
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +171,23 @@ class Schedule:
         start = self.run_tile * self.tile
         keys = np.minimum(start + self.run_length * self.tile, self.keys) - start
         return int((np.repeat(self._rows, np.diff(self.run_start)) * keys).sum())
+
+    def _keys_of_patches(self, in_runs: np.ndarray) -> int:
+        """Keys that some query sees in PARTIAL tiles alone; `in_runs`: key tiles in a run, bool [maps, key tiles]."""
+        tiles = self._maps_of(self.patch_start) * in_runs.shape[1] + self.patch_tile
+        others = ~in_runs.reshape(-1)[tiles]
+        if not others.any():
+            return 0
+        columns = np.bitwise_or.reduce(self.patterns, axis=1)  # of a pattern: a bit for each key that is seen
+        once = np.unique(tiles[others] * len(columns) + self.patch_pattern[others])
+        tiles, pattern = np.divmod(once, len(columns))
+        first = np.flatnonzero(np.diff(tiles, prepend=-1))  # of each tile
+        return int(ONES[np.bitwise_or.reduceat(columns[pattern], first)].sum(dtype=np.int64))
+
+    def _maps_of(self, start: Ints) -> Ints:
+        """The map of each run or patch."""
+        rows = np.arange(self.maps[0] * self.maps[1] * self.query_tiles)
+        return np.repeat(rows, np.diff(start)) // max(self.query_tiles, 1)
 
     @property
     def _rows(self) -> Ints:

@@ -1,0 +1,130 @@
+"""Entries of a config.json that say which layers a model has: what each may be, checked before any of them is used.
+
+Entries with the value null count as missing, so that the defaults of their family hold, but for those of `NONE`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from regard.errors import ProblemError
+
+KINDS = ("layer_types", "layers_block_type", "attention_layers")
+"""Entries with the kind of each layer."""
+
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""Names of the number of experts that every token takes."""
+
+EXAONE = ("exaone4", "exaone_moe")
+"""Families whose `sliding_window_pattern` may be a text such as LLLG: L for a sliding layer, G for a full one."""
+
+INTERVALS = {
+    "full_attention_interval": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "sliding_window_pattern": ("cohere2", "cohere2_moe", "gemma3_text", *EXAONE),
+    "global_attn_every_n_layers": ("modernbert", "modernbert-decoder"),
+}
+"""Entries that say which layers are of full attention where no list does, each with the families that read it."""
+
+LEAST = {
+    **dict.fromkeys(INTERVALS, 1), **dict.fromkeys(SHARED_EXPERTS, 0), "attn_layer_offset": 0, "attn_layer_period": 1,
+    "block_multiple_of": 1, "decoder_sparse_step": 1, "decoder_vocab_size": 1, "expert_layer_offset": 0,
+    "expert_layer_period": 1, "hidden_size": 1, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 1,
+    "local_attention": 0, "mamba_d_ssm": 1, "mamba_expand": 1, "mamba_n_heads": 1, "max_source_positions": 1,
+    "max_window_layers": 0, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_layer_start_index": 0,
+    "no_rope_layer_interval": 1, "num_ln_in_parallel_attn": 1, "num_mel_bins": 1,
+    "prefix_dense_sliding_window_pattern": 1, "relative_attention_num_buckets": 0, "task_type_vocab_size": 0,
+    "type_vocab_size": 0,
+}  # fmt: skip
+"""Entries that are whole numbers, and the least that each may be."""
+
+NONE = ("local_attention", "mamba_d_ssm", *SHARED_EXPERTS)
+"""Entries in which null says that there is none, whatever the default."""
+
+LISTS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers", "no_rope_layers")
+"""Entries that are lists of whole numbers."""
+
+KIND_LISTS = (*KINDS, "mlp_layer_types")
+"""Entries that are lists of names."""
+
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letters of `hybrid_override_pattern`, as older files of nemotron_h write the kinds of their layers."""
+
+
+def checked_entries(name: str, family: str | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of a config.json without those that its family does not read.
+
+    Args:
+        family: None for one that is not known, which may read any entry.
+
+    Raises:
+        ProblemError: an entry is no whole number, no list, or smaller than it can be.
+
+    >>> checked_entries("m", "jamba", {"attn_layer_period": 0})
+    Traceback (most recent call last):
+    regard.errors.ProblemError: m: attn_layer_period is 0: expected 1 or more.
+    """
+    if family == "nemotron_h":
+        config = _with_blocks(name, config)
+    left_out = _ignored(family, config)
+    left_out |= {key for key in (*LEAST, *LISTS, *KIND_LISTS) if config.get(key) is None and key not in NONE}
+    config = {key: value for key, value in config.items() if key not in left_out}
+    for key, value in config.items():
+        if value is None:
+            continue
+        if key == "sliding_window_pattern" and family in EXAONE and isinstance(value, str):
+            _check_letters(name, key, value, "LG", "L (sliding layers) and G (full layers), or a whole number")
+        elif key in LEAST:
+            _check_number(name, key, value)
+        elif key in LISTS:
+            _check_list(name, key, value, int, "whole numbers")
+        elif key in KIND_LISTS:
+            _check_list(name, key, value, str, "names, one for each layer")
+    return config
+
+
+def check_length(name: str, key: str, entries: Sequence[Any], layers: int) -> None:
+    """Raise `ProblemError` unless there is an entry for each layer, as transformers demands."""
+    if len(entries) != layers:
+        count = len(entries)
+        raise ProblemError(f"{name}: {key} has a length of {count}, with {layers} layers: expected one entry for each.")
+
+
+def _ignored(family: str | None, config: Mapping[str, Any]) -> set[str]:
+    """Entries that say nothing: of other families, and rules where a list has the kind of each layer."""
+    if any(config.get(each) for each in KINDS):
+        return {*INTERVALS, "max_window_layers"}
+    return {each for each, families in INTERVALS.items() if family is not None and family not in families}
+
+
+def _check_number(name: str, key: str, value: Any) -> None:
+    if type(value) is not int:
+        whole = f", {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+        raise ProblemError(f"{name}: {key} is {value!r}: expected a whole number{whole}.")
+    if value < LEAST[key]:
+        raise ProblemError(f"{name}: {key} is {value}: expected {LEAST[key]} or more.")
+
+
+def _check_list(name: str, key: str, value: Any, kind: type, expected: str) -> None:
+    if not isinstance(value, list):
+        raise ProblemError(f"{name}: {key} is {value!r}: expected a list of {expected}.")
+    for each in cast("list[Any]", value):
+        if not isinstance(each, kind):
+            raise ProblemError(f"{name}: {key} has {each!r}: expected a list of {expected}.")
+
+
+def _check_letters(name: str, key: str, value: Any, letters: str, expected: str) -> None:
+    if not isinstance(value, str) or not value or set(value) - set(letters):
+        raise ProblemError(f"{name}: {key} is {value!r}: expected a text of {expected}.")
+
+
+def _with_blocks(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of a nemotron_h with `layers_block_type`, which other names may have in its place."""
+    letters = config.get("hybrid_override_pattern")
+    if config.get("layers_block_type"):
+        return config
+    if config.get("layer_types"):
+        return {**config, "layers_block_type": config["layer_types"]}
+    if letters is None:
+        return config
+    expected = "M (recurrent layers), * (attention), - (MLPs) and E (experts)"
+    _check_letters(name, "hybrid_override_pattern", letters, "".join(BLOCKS), expected)
+    return {**config, "layers_block_type": [BLOCKS[each] for each in letters]}
