@@ -92,7 +92,8 @@ def test_options_are_for_the_layers_of_self_attention(words: dict[str, Any], tmp
     assert lines[2] == "  1  cross attention  as transformers keeps it: tensors"
     cache.save(tmp_path / "cache", text)
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), load_cache(m, tmp_path / "cache")):
-        assert torch.equal(other.layers[1].values, cache.layers[1].values)
+        restored: Any = other.layers[1]
+        assert torch.equal(restored.values, cache.layers[1].values)
         assert other.explain() == cache.explain()
 
 

@@ -19,8 +19,13 @@ from tests.integrate.zoo import tokens, with_cache
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 
-GEMMA4: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0, "sliding_window": 5}
-GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 TRAINED = {"original_max_position_embeddings": 64}
 

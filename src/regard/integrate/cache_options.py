@@ -150,7 +150,7 @@ def _check_policies(decoder: Decoder, options: CacheOptions, kinds: list[str]) -
 
 def _check_attention(decoder: Decoder, options: CacheOptions) -> None:
     """Raise `ProblemError` if tokens are dropped, and the model's attention cannot go by those that are left."""
-    writers = cache_writers(decoder.source) if options.evicts else ()
+    writers = list(cache_writers(decoder.source)) if options.evicts else []
     uses = [names_in_forward(kind) for kind in writers]
     what = f"{(*options.policies, options.layout)[0]!r}, which drops tokens, for {decoder.name}"
     if uses and not any(INTERFACE in names for names, _ in uses):
