@@ -119,7 +119,7 @@ struct Decode {
         } while (!todo.count);
         k.find(todo.block.first + todo.low(), todo.block.first + todo.high(), todo.keys);
         const int64_t low = todo.low() / 32 * 32, high = least(up(todo.high(), 32), c.keys - todo.block.first);
-        v.find(todo.block.first + low, todo.block.first + high, todo.values);  // whole stretches: see coded_values.h
+        v.find(todo.block.first + low, todo.block.first + high, todo.values);  // whole stretches: see coded_segment.h
         return true;
     }
 

@@ -52,9 +52,11 @@ struct FoundKeys {
     using S = typename K::Stored;
     static constexpr int W = K::W;
 
-    const int64_t dim;                    // of a key
-    char *const scratch;                  // rows of a block, for those that no other way is known for
-    int count = 0, tiles = 0, coded = 0;  // the first of codes; of those that are multiplied as they are
+    const int64_t dim;    // of a key
+    char *const scratch;  // rows of a block, for those that no other way is known for
+    int count = 0;        // of groups: rows, then
+    int tiles = 0;        // from this one on codes that are decoded, then
+    int coded = 0;        // from this one on codes that are multiplied as they are
     KeyGroup groups[BLOCK + BLOCK / W];
 
     FoundKeys(int64_t qk_dim, char *rows) : dim(qk_dim), scratch(rows) {}

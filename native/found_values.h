@@ -51,7 +51,7 @@ struct FoundValues {
             if (before > 0) part.first += before, part.slot += before, part.count -= before;
             take(values, part, int(part.first - first - low), alike);
         }
-        const int last = high - low - 1;  // see mix_dims
+        const int last = high - low - 1;  // see DecodeValues::mix_dims
         step = last ? row[1] - row[0] : 64;
         for (int j = 2; j <= last; ++j)
             if (row[j] - row[j - 1] != step) step = 0;

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -384,6 +385,17 @@ def test_the_backward_pass_of_the_operator_runs_no_forward_pass(monkeypatch: pyt
     monkeypatch.setattr(native._Kernel, "compute", lambda *a: passes.append(1) or compute(*a))
     compiled(lambda q: attend(q, K, V, mask=Causal(), sink=SINK))(q).sum().backward()
     assert len(passes) == 1
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "bias",
+    [lambda: Alibi(np.int64(2)), lambda: TensorBias(torch.ones(8, 8), offset=np.int64(0))],
+    ids=["heads", "offset"],
+)
+def test_integers_of_numpy_are_compiled(bias: Any):
+    q = torch.randn(1, 2, 8, 16)
+    assert torch.equal(compiled(lambda q: attend(q, q, q, bias=bias()))(q), attend(q, q, q, bias=bias()))
 
 
 @needs_library

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from regard import ProblemError
 from regard.cache.evict import SinksAndRecent
@@ -45,10 +46,10 @@ def mllama() -> Any:
 def inputs() -> dict[str, Any]:
     """An image for each of two rows, the first of which is padded."""
     torch.manual_seed(2)
-    said: dict[str, Any] = {"pixel_values": torch.randn(2, 1, 1, 3, 16, 16), "attention_mask": padding("left")}
-    said |= {"aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long)}
-    said |= {"aspect_ratio_mask": torch.ones(2, 1, 1, dtype=torch.long)}
-    return said | {"cross_attention_mask": torch.ones(2, 13, 1, 1, dtype=torch.long)}
+    found: dict[str, Any] = {"pixel_values": torch.randn(2, 1, 1, 3, 16, 16), "attention_mask": padding("left")}
+    found |= {"aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long)}
+    found |= {"aspect_ratio_mask": torch.ones(2, 1, 1, dtype=torch.long)}
+    return found | {"cross_attention_mask": torch.ones(2, 13, 1, 1, dtype=torch.long)}
 
 
 def ids() -> Tensor:
@@ -107,6 +108,19 @@ def test_tokens_that_are_taken_back_leave_the_image():
         masks = {name: inputs()[name] for name in ("attention_mask", "cross_attention_mask")}
         again = m(text[:, 9:], **masks, **with_cache(cache)).logits
     assert torch.allclose(again, whole[:, 9:], atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [{}, {"layout": Contiguous(capacity=40)}], ids=["grows", "fixed"])
+def test_a_cache_that_was_reset_takes_another_image(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(DynamicLayer, "reset", raising=False)  # transformers 5.17 has none but that of the base class
+    m, text = use_regard(mllama()), ids()
+    cache = regard_cache(m, **words)
+    with torch.no_grad():
+        m(text, **inputs(), **with_cache(cache))
+        cache.reset()
+        others = inputs() | {"pixel_values": torch.randn(2, 1, 1, 3, 16, 16)}
+        again = m(text, **others, **with_cache(cache)).logits
+        assert torch.allclose(again, m(text, **others, use_cache=False).logits, atol=1e-5)
 
 
 def test_a_policy_for_cross_attention_is_refused():

@@ -280,8 +280,9 @@ def test_weights_over_rows_that_differ_are_refused():
         (transformers.UMT5Config(), "for UMT5: it adds a bias by position"),
         (transformers.LongT5Config(), "for LongT5: it adds a bias by position"),
         (transformers.GitConfig(), r"for Git: its attention \(GitSelfAttention\) never asks .*AttentionInterface"),
+        (transformers.BloomConfig(), r"for Bloom: its attention \(BloomAttention\) never asks .*AttentionInterface"),
     ],
-    ids=["t5", "umt5", "longt5", "git"],
+    ids=["t5", "umt5", "longt5", "git", "bloom"],
 )
 def test_a_model_that_cannot_go_by_what_is_left_is_refused_when_the_cache_is_made(
     config: Any, why: str, words: dict[str, Any]

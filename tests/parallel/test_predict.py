@@ -141,6 +141,13 @@ def test_ulysses_exchanges_before_and_after_it_computes():
     assert found.balance == 1
 
 
+def test_layers_that_attend_twice_compute_and_send_twice():
+    once, twice = ({k: v.sent_bytes for k, v in predicted(1024, 4, 1e9, calls=n).items()} for n in (1, 2))
+    assert twice == {name: 2 * sent for name, sent in once.items()}
+    fast, slow = (predicted(1024, 4, 1e18, calls=n)["ring, contiguous"].compute_seconds for n in (1, 2))
+    assert slow == pytest.approx(2 * fast)
+
+
 def test_ulysses_leaves_ranks_without_heads_idle():
     found = predicted(1024, 16, 1e18)["Ulysses"]
     assert found.balance == 2  # 8 heads on 16 ranks

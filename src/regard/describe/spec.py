@@ -360,9 +360,9 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return '"' + part + '"'  # names alone, without quotes in them
     if isinstance(part, float):
         return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
-    if not isinstance(part, int | torch.SymInt):
-        raise TypeError(f"{part!r} is {type(part).__name__}: such a part cannot be written into a graph.")
-    ints.append(cast(int, part))
+    if isinstance(part, torch.SymFloat):  # as a number it would be cut to a whole one
+        raise TypeError("a float that torch traces cannot be written into a graph: take its value, float(x).")
+    ints.append(part)
     return '{"number": ' + str(len(ints) - 1) + "}"
 
 

@@ -14,6 +14,9 @@ from typing import Any
 NAMES = ("cache", "past_key_values")
 """The newer name first."""
 
+ATTENTION_NAMES = (*NAMES, "layer_past")
+"""Of the same argument of an attention module."""
+
 
 def as_argument(model: Any, cache: Any) -> dict[str, Any]:
     """The cache as a keyword of a model, or of its `generate`.

@@ -295,6 +295,11 @@ class CrossLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing."""
 
+    def reset(self) -> None:
+        """Forget them; the layer of transformers 5.17 fills them with zeros instead."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
 
 def check_crop(tokens_to_remove: int) -> None:
     """Raise `ProblemError` for a positive number: older versions of transformers took it for the length to keep."""

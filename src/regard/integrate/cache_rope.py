@@ -24,15 +24,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from regard.describe.position import Rope
 from regard.errors import ProblemError
-from regard.integrate.cache_argument import NAMES, takes
+from regard.integrate.cache_argument import ATTENTION_NAMES, takes
 from regard.integrate.decoder import classes_of, config_of_layer
 from regard.integrate.modules import fraction_of, scaling_of
 
 _AT = torch.tensor([[0, 1, 7, 100, 1000]])
 """The positions of the token. The key at 0 has no rotation."""
-
-_CACHES = (*NAMES, "layer_past")
-"""What the attention classes of transformers call their cache."""
 
 _FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError)
 """What a model's code raises where it cannot be tried in this way."""
@@ -129,7 +126,7 @@ def _keys(small: Any, kind: str, classes: tuple[type[nn.Module], ...], angles: A
     attentions = [cast(Any, c) for c in classes if "Attention" in c.__name__ and takes(c.__init__, "layer_idx")]
     for layer in _layers_of(small, kind):
         for attention in attentions:
-            if not any(takes(attention.forward, name) for name in _CACHES):
+            if not any(takes(attention.forward, name) for name in ATTENTION_NAMES):
                 continue
             keys = _keys_of(attention(small, layer_idx=layer), small.hidden_size, angles)
             if keys is not None:
@@ -152,7 +149,7 @@ def _keys_of(attention: nn.Module, size: int, angles: Any) -> Tensor | None:
         "position_embeddings": angles,
         "position_ids": _AT,
         "attention_mask": None,
-        **dict.fromkeys(_CACHES, _KeysOnly()),
+        **dict.fromkeys(ATTENTION_NAMES, _KeysOnly()),
     }
     own = inspect.signature(attention.forward).parameters.get("shared_kv_states")
     if own is not None and own.default is own.empty:  # Gemma 4's; with a dict Dory's writes nothing into the cache

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from regard.errors import ProblemError
-from regard.integrate.cache_argument import NAMES, takes, usual_name
+from regard.integrate.cache_argument import ATTENTION_NAMES, NAMES, takes, usual_name
 from regard.integrate.implementation import implementation_of, is_regard, names_in_forward
 from regard.integrate.latent import latent_modules, why_expanded
 
@@ -119,7 +119,7 @@ def cache_writers(config: Any) -> tuple[type[nn.Module], ...]:
         kind
         for kind in classes_of(config)
         if takes(kind.__init__, "layer_idx")
-        and any(takes(kind.forward, name) for name in NAMES)
+        and any(takes(kind.forward, name) for name in ATTENTION_NAMES)
         and "update" in names_in_forward(kind)[0]
     )
 

@@ -164,14 +164,14 @@ def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Lay
         steps = ring_steps(tables[a.pattern], layout.counts)
         flops = a.calls * attention_flops(1, a.qk_dim, a.v_dim) * c.batch * a.heads * steps.pairs
         rows = c.batch * a.heads * counts * (a.qk_dim + a.calls * a.v_dim) * ITEMS[c.dtype]
-        moved = rows * (steps.read > 0) + steps.read * block_bytes(a, 1, c)
+        moved = rows * (steps.read > 0) + steps.read * a.calls * block_bytes(a, 1, c)
         compute = np.maximum(flops / machine.peak(c.dtype), moved / machine.bandwidth)
-        sending = steps.sent * block_bytes(a, 1, c)
+        sending = steps.sent * a.calls * block_bytes(a, 1, c)
         seconds += layers * float(np.maximum(compute, sending / link.bandwidth).max(axis=1).sum())
         computing += layers * float(compute.max(axis=1).sum())
         sent += layers * sending.sum(axis=0)
         work += layers * flops.sum(axis=0)
-        buffers = max(buffers, 2 * int(sending.max()))  # what goes, and what arrives meanwhile
+        buffers = max(buffers, 2 * int(sending.max()) // a.calls)  # what goes, and what arrives meanwhile
     balance = float(work.max() / work.mean()) if work.any() else 1.0
     return _whole(c, layout.ranks, f"ring, {name}", (seconds, computing), int(sent.max()), balance, buffers)
 
@@ -201,8 +201,8 @@ def exchanged(a: Attention, counts: Sequence[int], c: ModelCost) -> Exchange:
     sizes = [len(h) * a.qk_dim + len(k) * (a.qk_dim + a.v_dim) for h, k in zip(heads, kv, strict=True)]
     row = (a.v_dim + 1) * max(item, STATE_ITEM)
     return Exchange(
-        [c.batch * n * (sum(sizes) - own) * item for n, own in zip(counts, sizes, strict=True)],
-        [c.batch * (sum(counts) - n) * len(h) * row for n, h in zip(counts, heads, strict=True)],
+        [a.calls * c.batch * n * (sum(sizes) - own) * item for n, own in zip(counts, sizes, strict=True)],
+        [a.calls * c.batch * (sum(counts) - n) * len(h) * row for n, h in zip(counts, heads, strict=True)],
     )
 
 
