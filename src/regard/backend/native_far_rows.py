@@ -75,8 +75,9 @@ class Rows(NamedTuple):
     def _attend(self, i: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of these queries: the definition of attention."""
         p, keys = self.problem, torch.arange(i.k.shape[2])
-        k, v = (t.repeat_interleave(p.heads // p.kv_heads, 1) for t in (i.k, i.v))
-        scores = p.scale * (i.q[:, :, rows] @ k.mT)
+        of_heads = p.batch, p.heads, len(rows)
+        of_groups = p.batch, p.kv_heads, p.heads // p.kv_heads * len(rows)  # heads that share keys are one matrix
+        scores = p.scale * (i.q[:, :, rows].reshape(*of_groups, p.qk_dim) @ i.k.mT).view(*of_heads, len(keys))
         if p.softcap is not None:
             scores = p.softcap * torch.tanh(scores / p.softcap)
         if i.distance is not None:
@@ -95,7 +96,8 @@ class Rows(NamedTuple):
             gone = dropped(self.seed, p.dropout, torch.arange(p.batch * p.heads).view(p.batch, p.heads), rows, keys)
             weights = weights.masked_fill(gone, 0) / (1 - p.dropout)
         top = scores.detach().amax(-1, keepdim=True)  # of logsumexp itself, each key would have the gradient 1
-        return weights @ v, (scores - top).logsumexp(-1) + top[..., 0]
+        out = (weights.reshape(*of_groups, len(keys)) @ i.v).view(*of_heads, p.v_dim)
+        return out, (scores - top).logsumexp(-1) + top[..., 0]
 
 
 def dropped(seed: int, dropout: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
