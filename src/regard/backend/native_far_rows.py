@@ -77,7 +77,7 @@ class Rows(NamedTuple):
         p, keys = self.problem, torch.arange(i.k.shape[2])
         of_heads = p.batch, p.heads, len(rows)
         of_groups = p.batch, p.kv_heads, p.heads // p.kv_heads * len(rows)  # heads that share keys are one matrix
-        scores = p.scale * (i.q[:, :, rows].reshape(*of_groups, p.qk_dim) @ i.k.mT).view(*of_heads, len(keys))
+        scores = p.scale * (i.q[:, :, rows].reshape(*of_groups, i.q.shape[3]) @ i.k.mT).view(*of_heads, len(keys))
         if p.softcap is not None:
             scores = p.softcap * torch.tanh(scores / p.softcap)
         if i.distance is not None:
@@ -96,7 +96,7 @@ class Rows(NamedTuple):
             gone = dropped(self.seed, p.dropout, torch.arange(p.batch * p.heads).view(p.batch, p.heads), rows, keys)
             weights = weights.masked_fill(gone, 0) / (1 - p.dropout)
         top = scores.detach().amax(-1, keepdim=True)  # of logsumexp itself, each key would have the gradient 1
-        out = (weights.reshape(*of_groups, len(keys)) @ i.v).view(*of_heads, p.v_dim)
+        out = (weights.reshape(*of_groups, len(keys)) @ i.v).view(*of_heads, i.v.shape[3])
         return out, (scores - top).logsumexp(-1) + top[..., 0]
 
 
