@@ -48,7 +48,7 @@ struct DecodedScores {
         alignas(64) float scale[W], low[W] = {};
 
         Scales() {
-            for (float &x : scale) x = 1;  // of channels that there are not
+            for (float &x : scale) x = 1;  // for channels beyond the last
         }
 
         template <typename Code>
@@ -140,7 +140,7 @@ struct DecodedScores {
         }
     }
 
-    // Channels n to n + 4 of those that begin `at` bytes into the tiles.
+    // Decodes channels n to n + 4. `at`: the byte offset of channel 0 in each tile.
     template <int G, typename Code, By by>
     static REGARD_INLINE void four_at(const KeyGroup *keys, int64_t at, int n, const Scales &scales, V (&x)[4][G]) {
 #pragma GCC unroll 2

@@ -1,6 +1,6 @@
 // Where the keys of a block are, for a few rows, W at a time: rows of memory, which are transposed in registers; tiles
-// of codes, which are decoded as they are met; tiles whose codes are multiplied as they are. Keys that are stored in no
-// such way are written down as rows first.
+// of codes, which are decoded as they are met; tiles whose codes are multiplied as they are. Keys that are stored in
+// any other way are decoded into rows first.
 #pragma once
 
 #include "fp8_scores.h"
@@ -53,7 +53,7 @@ struct FoundKeys {
     static constexpr int W = K::W;
 
     const int64_t dim;    // of a key
-    char *const scratch;  // rows of a block, for those that no other way is known for
+    char *const scratch;  // room for the decoded keys of a block, if they cannot be read in place
     int count = 0;        // of groups: rows, then
     int tiles = 0;        // from this one on codes that are decoded, then
     int coded = 0;        // from this one on codes that are multiplied as they are

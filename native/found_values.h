@@ -1,6 +1,6 @@
 // Where the values of up to 32 tokens are, for a few rows of weights: rows of memory, or rows of codes and their
-// scales. Values of the call's type and codes in rows are read in place; others, and tokens of unlike parts beside each
-// other, are written down as rows first.
+// scales. Values of the call's type and codes in rows are read in place; others, and adjacent tokens of
+// parts with different forms, are decoded into rows first.
 #pragma once
 
 #include "decode_segments.h"
@@ -16,7 +16,7 @@ struct FoundValues {
     static constexpr int W = K::W, MOST = 32;  // tokens
 
     const int64_t dim;                 // of a value
-    S *const rows;                     // of a block, for those that no other way is known for
+    S *const rows;                     // room for the decoded values of a block, if they cannot be read in place
     float *const scales, *const lows;  // [32][groups of dims]
     int64_t form;
     int64_t group = 0, groups = 0;  // dims of a scale; scales of a token

@@ -41,8 +41,8 @@ class Fp8Values : public CodedSegment {
 
     // ---- weights ---------------------------------------------------------------------------------------------------
 
-    // R rows of weights times the scales of a group of dims, as bf16. Of rows with a number that is not finite `unit`
-    // is NaN, and 1 if that cannot be helped.
+    // R rows of weights times the scales of a group of dims, as bf16. `unit` is NaN for rows with a number that is
+    // not finite; it is 1 if `masked`, as hidden tokens are left out already.
     template <int R, bool masked, bool has_low>
     __attribute__((noinline)) void write_group(int r, int64_t g, Fixed &fixed) {
         F added[4] = {};

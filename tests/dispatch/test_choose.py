@@ -134,7 +134,7 @@ def test_bytes_count_each_key_once():
     q, kv = meta(2, 4, 256, 16), meta(2, 2, 256, 16)
     rows, keys = 2 * 4 * 256 * 32 * 4, 2 * 2 * 32 * 4
     assert explain(q, kv, kv).bytes == rows + keys * 256
-    assert explain(q, kv, kv, mask=Prefix(100)).bytes == rows + keys * 100  # those that are seen
+    assert explain(q, kv, kv, mask=Prefix(100)).bytes == rows + keys * 100  # the keys that some query sees
 
 
 def test_predicates_that_cannot_be_known_again_get_plans_of_their_own():

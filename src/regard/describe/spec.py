@@ -360,8 +360,8 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return '"' + part + '"'  # names alone, without quotes in them
     if isinstance(part, float):
         return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
-    if isinstance(part, torch.SymFloat):  # as a number it would be cut to a whole one
-        raise TypeError("a float that torch traces cannot be written into a graph: take its value, float(x).")
+    if isinstance(part, torch.SymFloat):  # the graph would truncate it to an integer
+        raise TypeError("a float that torch.compile traces cannot be part of a mask or bias in a graph: use float(x).")
     ints.append(part)
     return '{"number": ' + str(len(ints) - 1) + "}"
 

@@ -149,19 +149,19 @@ def _check_policies(decoder: Decoder, options: CacheOptions, kinds: list[str]) -
 
 
 def _check_attention(decoder: Decoder, options: CacheOptions) -> None:
-    """Raise `ProblemError` if tokens are dropped, and the model's attention cannot go by those that are left."""
+    """Raise `ProblemError` if the cache drops tokens and the model cannot attend to only the remaining ones."""
     writers = list(cache_writers(decoder.source)) if options.evicts else []
     uses = [names_in_forward(kind) for kind in writers]
     what = f"{(*options.policies, options.layout)[0]!r}, which drops tokens, for {decoder.name}"
     if uses and not any(INTERFACE in names for names, _ in uses):
         raise ProblemError(
             f"{what}: its attention ({writers[0].__name__}) never asks transformers' AttentionInterface, so regard "
-            "cannot compute it, and it would not know which tokens are left. Take a cache that keeps all."
+            "cannot compute it, and its mask would not fit the remaining tokens. Use a cache that keeps all tokens."
         )
     if any("position_bias" in keywords for _, keywords in uses):
         raise ProblemError(
-            f"{what}: it adds a bias by position to the scores of all tokens, and which entries belong to those that "
-            "are left is not known. Take a cache that keeps all."
+            f"{what}: it adds a bias by position to the scores of all tokens, and the entries of the remaining tokens "
+            "are unknown. Use a cache that keeps all tokens."
         )
 
 
