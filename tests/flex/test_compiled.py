@@ -250,6 +250,18 @@ def test_a_float_is_not_rounded_where_it_changes_from_call_to_call(name: str):
         assert torch.allclose(compiled(q, k, v, c), run(q, k, v, c), atol=1e-5)
 
 
+def test_one_graph_serves_all_values_of_a_captured_tensor():
+    def run(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(q < k, s, c) * c)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    q, k, v = (t.detach() for t in tensors())
+    for c in torch.linspace(-2.5, 2.5, 10):
+        assert torch.allclose(compiled(q, k, v, c), run(q, k, v, c), atol=1e-5)
+    assert counter.frame_count == 1
+
+
 def test_a_captured_scalar_that_is_not_learned_is_compiled():
     number = torch.tensor(0.5)
 
