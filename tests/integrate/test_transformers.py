@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration, LlamaForCausalLM, StaticCache
 
 from regard import Causal, ProblemError, RefusalError
 from regard.calls import Call, observe_calls
@@ -20,6 +20,7 @@ from tests.integrate.zoo import (
     DECODERS,
     ENCODERS,
     PAIRS,
+    VOCABULARY,
     both,
     close,
     model,
@@ -68,6 +69,28 @@ def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_eager(name: str)
         eager, ours = both(name, lambda m: torch.stack([m(ids).logits, m(ids, attention_mask=mask).logits]))
     real = torch.stack([torch.ones_like(mask), mask]).bool()
     assert close(ours[real], eager[real])
+
+
+def test_an_encoder_of_sounds_that_attends_by_itself_gets_the_mask_that_it_computes_with():
+    sounds = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "attention_chunk_size": 4}
+    sounds |= {"attention_context_left": 5, "output_proj_dims": 32, "subsampling_conv_channels": [128, 4]}
+    images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    images |= {"head_dim": 8, "num_key_value_heads": 4}
+    words = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    words |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16}
+    words |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+    config = Gemma4Config(text_config=words, audio_config=sounds, vision_config=images)
+    m = Gemma4ForConditionalGeneration(config).eval()
+    heard, real = torch.randn(1, 40, 128), torch.arange(40)[None] < 28
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return m.model.audio_tower(heard, real).last_hidden_state
+
+    m.set_attn_implementation("eager")
+    eager = run()
+    use_regard(m)
+    assert close(run(), eager)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -47,6 +47,14 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         _GROUPED | _ALTERNATING | {"head_dim": 16, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GROUPED | _ALTERNATING | {"head_dim": 16}),
+    "gemma3n": (  # layers that read the keys of earlier ones
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        _GROUPED | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 5, "head_dim": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 8}
+        | {"altup_num_inputs": 2},
+    ),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _GROUPED | _ALTERNATING | _MIXTURE | {"head_dim": 16}),  # sinks
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),  # output_attentions goes no further than the layer
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _SIZES),
@@ -78,6 +86,11 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 PAIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5 | {"decoder_start_token_id": 0}),  # position_bias, scale 1
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART | {"decoder_start_token_id": 2}),  # cross-attention
+    "nllb_moe": (  # whose router finds padding by the mask
+        "NllbMoeConfig",
+        "NllbMoeForConditionalGeneration",
+        _BART | {"decoder_start_token_id": 2, "num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1},
+    ),
     "t5gemma": (  # a decoder whose config does not tell of an encoder
         "T5GemmaConfig",
         "T5GemmaForConditionalGeneration",

@@ -113,7 +113,10 @@ def paged_attention(
     sink = sink_of(s_aux if s_aux is not None else getattr(module, "sinks", None))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
-    for mine, theirs in _requests(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]):
+    ends = kwargs["cu_seq_lens_k"]
+    if isinstance(ends, dict):  # by kind of layer, until a layer that writes keys has made it that of its own
+        ends = cast("dict[str, Tensor]", ends)[_kind(module)]
+    for mine, theirs in _requests(kwargs["cu_seq_lens_q"], ends):
         found = attend(
             query[:, :, mine], key[:, :, theirs], value[:, :, theirs],
             mask=_mask(mine.stop - mine.start, theirs.stop - theirs.start, window), **options,
@@ -137,14 +140,19 @@ def _mask(queries: int, keys: int, window: int | None) -> Mask | None:
     return Causal() if reach is None else Causal() & reach
 
 
-def _window(module: Any) -> int | None:
-    window = getattr(module.config, "sliding_window", None)
+def _kind(module: Any) -> str:
     kinds = getattr(module.config, "layer_types", None)
-    kind = kinds[module.layer_idx] if kinds else "full_attention" if window is None else "sliding_attention"
+    if kinds:
+        return kinds[module.layer_idx]
+    return "full_attention" if getattr(module.config, "sliding_window", None) is None else "sliding_attention"
+
+
+def _window(module: Any) -> int | None:
+    kind = _kind(module)
     if kind == "full_attention":
         return None
     if kind == "sliding_attention":
-        return window
+        return module.config.sliding_window
     raise RefusalError(
         f"{type(module).__name__} has layers of {kind} in continuous batching, which regard does not support there: "
         "leave continuous_batching() out, transformers has an attention of its own."

@@ -28,12 +28,18 @@ from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_o
 _CPU = torch.device("cpu")
 """Comparing takes 0.4 us in a pass, reading `device.type` 16."""
 
-COMPUTE_WITH_MASKS = {"doge": sdpa_mask, "deepseek_v4": eager_mask}
-"""Models that test the type of their mask before they compute with it, and what makes their dense tensor at once.
+COMPUTE_WITH_MASKS = {
+    "doge": sdpa_mask,
+    "deepseek_v4": eager_mask,
+    "gemma4_audio": eager_mask,
+    "nllb-moe": eager_mask,
+}
+"""Models that compute with their mask outside of attention, and what makes the dense tensor that they expect at once.
 
-A `LayerMask` turns dense when code computes with it, but cannot notice `isinstance(mask, BlockMask)` (Doge then leaves
-it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type. DeepSeek-V4 joins its mask and
-a bias of 0 and -inf, so its mask must be floats; as bool, -inf would mean that a key is kept."""
+A `LayerMask` turns into a dense bool tensor when code computes with it, but cannot notice `isinstance(mask, BlockMask)`
+(Doge then leaves it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type. The others
+take floats, 0 for a key that is kept, where True would mean the opposite: DeepSeek-V4 joins its mask and a bias of 0
+and -inf, the router of NLLB-MoE finds padding by its mask, and the audio encoder of Gemma 4 attends by itself."""
 
 
 def mask(

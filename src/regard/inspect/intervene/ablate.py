@@ -1,7 +1,8 @@
 """Ablation: `ablated`, its effect on the loss, and greedy orders in which to remove heads.
 
-A head is replaced at the input of the output projection, where heads are still separate, in every family of models.
-The projection mixes them: a slice of its output is not a head.
+A head is replaced at the output of attention, where heads are still separate, in every family of models. The output
+projection mixes them: a slice of its output is not a head. A gate between the two, as in Qwen3-Next, still multiplies
+what replaces a head: a mean then varies from token to token.
 
 Ablating one head at a time understates what heads do: of four redundant heads the model can lose any one, but not all
 four. Ablate groups too.
