@@ -11,6 +11,7 @@ from regard import (
     Causal,
     Documents,
     KeyLengths,
+    KVCache,
     MaskFunction,
     Prefix,
     RefusalError,
@@ -19,8 +20,11 @@ from regard import (
     attend,
     explain,
 )
+from regard.cache import Contiguous, Int8, Latent, Paged
 from regard.dispatch import choose
 from regard.dispatch.choose import ASIDE, BACKENDS, ORDER
+from regard.scores import Additive, Bilinear
+from regard.storage.stored import Part, StoredTensor
 from tests.test_native import needs_library
 
 
@@ -135,6 +139,39 @@ def test_bytes_count_each_key_once():
     rows, keys = 2 * 4 * 256 * 32 * 4, 2 * 2 * 32 * 4
     assert explain(q, kv, kv).bytes == rows + keys * 256
     assert explain(q, kv, kv, mask=Prefix(100)).bytes == rows + keys * 100  # the keys that some query sees
+
+
+def test_bytes_are_those_of_the_tensors_that_were_given():
+    q, k, v = meta(1, 2, 30, 4), meta(1, 2, 50, 64), meta(1, 2, 50, 8)
+    moved = 4 * 2 * (30 * (4 + 8) + 50 * (64 + 8))
+    assert explain(q, k, v, score=Bilinear(torch.randn(4, 64))).bytes == moved
+    weights = torch.randn(16, 4), torch.randn(16, 64), torch.randn(16)
+    assert explain(q, k, v, score=Additive(*weights)).bytes == moved
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Paged(page=16)], ids=repr)
+@pytest.mark.parametrize("codec", [None, Int8()], ids=repr)
+def test_bytes_of_stored_keys_are_those_of_the_keys_that_are_seen(layout, codec):
+    cache = KVCache(layout, codec)
+    k, v = cache.append(torch.randn(2, 2, 1024, 64), torch.randn(2, 2, 1024, 64))
+    q = torch.randn(2, 4, 1, 64)
+    query = 2 * 4 * 2 * 64 * 4
+    assert explain(q, k, v, mask=Causal()).bytes == query + cache.bytes
+    assert explain(q, k, v, mask=Causal() & Window(64)).bytes == query + cache.bytes // 16
+    assert explain(q, k, v, mask=Causal() & ~Causal()).bytes == query
+
+
+def test_bytes_of_values_that_lie_in_the_keys_count_once():
+    cache = KVCache(Latent(32), Int8())
+    k, v = cache.append(torch.randn(1, 1, 512, 48))
+    assert explain(torch.randn(1, 4, 1, 48), k, v, mask=Causal()).bytes == 4 * (48 + 32) * 4 + cache.bytes
+
+
+def test_bytes_of_rows_of_their_own_lengths_are_those_of_their_tokens():
+    lengths = torch.tensor([9, 4])
+    parts = (Part(9, torch.randn(2, 1, 16, 3), row_ends=lengths) for _ in range(2))
+    k, v = (StoredTensor((part,), (2, 1, 9, 3), torch.float32, lengths) for part in parts)
+    assert explain(torch.randn(2, 1, 1, 3), k, v).bytes == (2 * 6 + 13 * 6) * 4
 
 
 def test_predicates_that_cannot_be_known_again_get_plans_of_their_own():

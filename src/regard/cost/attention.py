@@ -26,15 +26,16 @@ def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
     return attention_gradient_flops(schedule.pairs, qk_dim, v_dim)
 
 
-def bytes_moved(schedule: Schedule, *, kv_heads: int, qk_dim: int, v_dim: int, item: int) -> int:
+def bytes_moved(schedule: Schedule, *, kv_heads: int, of_query: float, of_key: float) -> int:
     """The least that any backend reads and writes, in bytes: q, out, the keys and values that are seen, each once.
 
     Args:
-        item: bytes per element.
+        of_query: bytes of a query and its row of the output, for one head.
+        of_key: bytes of a key and its value, for one key head.
     """
-    rows = schedule.batch * schedule.heads * schedule.queries * (qk_dim + v_dim)
+    rows = schedule.batch * schedule.heads * schedule.queries
     batches, heads = schedule.maps
     copies = (schedule.batch // batches if batches else 0) * (kv_heads if heads == 1 else 1)
     if heads > 1:  # heads of a group may see different keys of their shared head: at most all that each sees
         copies = copies * kv_heads / schedule.heads
-    return int((rows + schedule.keys_read * copies * (qk_dim + v_dim)) * item)
+    return int(rows * of_query + schedule.keys_read * copies * of_key)

@@ -7,6 +7,7 @@ other takes its place.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 from regard.backend.contract import Backend, Kernel, RepeatableKernel
 from regard.backend.flex import Flex
@@ -161,12 +162,9 @@ class Plan:
     @property
     def bytes(self) -> int:
         """The bytes that must be read and written at least; see `regard.cost.attention.bytes_moved`."""
-        p, stored = self.problem, self.posed.storage
-        if stored is not None:
-            return stored.nbytes + p.batch * p.heads * p.queries * (p.qk_dim + p.v_dim) * p.dtype.itemsize
-        return cost.bytes_moved(
-            self.schedule, kv_heads=p.kv_heads, qk_dim=p.qk_dim, v_dim=p.v_dim, item=p.dtype.itemsize
-        )
+        p, item = self.posed, self.posed.dtype.itemsize
+        of_key = (p.k_dim + p.v_dim) * item if p.storage is None else p.storage.token_bytes / max(1, p.kv_heads)
+        return cost.bytes_moved(self.schedule, kv_heads=p.kv_heads, of_query=(p.qk_dim + p.v_dim) * item, of_key=of_key)
 
     def __str__(self) -> str:
         s, p = self.schedule, self.problem
@@ -269,12 +267,22 @@ def _made(posed: Problem, mask: Mask | None, backend: str | Backend | None, with
     for engine in [chosen] if chosen else [BACKENDS[name] for name in names]:
         tiles = cached_schedule(mask, sizes, engine.tile)
         problem, steps = _lowered(posed, tiles, engine)
-        reasons = [without[engine.name]] if engine.name in without else engine.refusals(problem)
+        reasons = [without[engine.name]] if engine.name in without else _refusals(engine, problem)
         if not reasons:
             aside = {} if chosen else _aside(posed.device)
             return Plan(posed, problem, tiles, steps, engine, passed | aside, order=order)
         passed[engine.name] = reasons
     raise RefusalError(refused(posed, passed, chosen))
+
+
+def _refusals(engine: Backend, problem: Problem) -> list[str]:
+    reasons = cast(object, engine.refusals(problem))  # a user's backend may return anything
+    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in cast("list[object]", reasons)):
+        raise ProblemError(
+            f"The backend {engine.name!r} returned {reasons!r} as its refusals: expected a list of texts, empty if it "
+            "can run the problem."
+        )
+    return cast("list[str]", reasons)
 
 
 def _cuda_order(posed: Problem, mask: Mask | None, sizes: CallSizes) -> Order:

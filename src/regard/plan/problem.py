@@ -5,6 +5,7 @@ The `Operands` are the tensors, and the specs with their tensors; the backend ge
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,21 +26,27 @@ class Storage(NamedTuple):
     Attributes:
         k: the encodings of the parts of the keys (`StoredTensor.encodings`).
         v: those of the values.
-        nbytes: bytes of both, which a call reads at least once.
+        token_bytes: bytes of both, of a token of one batch row, on average; values that lie in the keys count once.
     """
 
     k: tuple[str, ...]
     v: tuple[str, ...]
-    nbytes: int
+    token_bytes: float
 
     @classmethod
     def of(cls, k: StoredTensor, v: StoredTensor) -> "Storage":
         """The storage of these keys and values."""
-        return cls(k.encodings, v.encodings, k.nbytes + v.nbytes)
+        return cls(k.encodings, v.encodings, k.token_bytes + (0 if _is_inside(v, k) else v.token_bytes))
 
     def __str__(self) -> str:
         k, v = (" + ".join(forms) for forms in (self.k, self.v))
         return k if k == v else f"{k} | {v}"
+
+
+def _is_inside(values: StoredTensor, keys: StoredTensor) -> bool:
+    """Whether values are a part of the keys in memory, as in a latent cache."""
+    of_values, of_keys = ([part.data.untyped_storage() for part in t.parts] for t in (values, keys))
+    return len(of_values) == len(of_keys) and all(map(operator.is_, of_values, of_keys))
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,6 +302,12 @@ class StoredTensor:
         return round(total * share) if heads else 0
 
     @property
+    def token_bytes(self) -> float:
+        """Bytes of a token of one batch row, on average."""
+        batch, _, tokens, _ = self.shape
+        return self.nbytes / max(1, batch * tokens if self.row_lengths is None else sum(self.row_lengths))
+
+    @property
     def encodings(self) -> tuple[str, ...]:
         """The encodings of the parts; handles with equal encodings differ in sizes and contents only."""
         if self._encodings is None:
