@@ -91,7 +91,8 @@ everything = [
     (torch._subclasses, "FakeTensor"), (torch._subclasses.functional_tensor, "FunctionalTensor"),
     (torch._C, "_is_any_autocast_enabled"), (torch._C, "_disabled_torch_function_impl"),
     (torch._C, "DisableTorchFunctionSubclass"), (torch._C, "_DisableFuncTorch"),
-    (functorch, "peek_interpreter_stack"), (functorch, "is_functorch_wrapped_tensor"), (functorch, "is_batchedtensor"),
+    (functorch, "peek_interpreter_stack"), (functorch, "get_interpreter_stack"),
+    (functorch, "is_functorch_wrapped_tensor"), (functorch, "is_batchedtensor"),
     (functorch, "is_legacy_batchedtensor"), (torch._C, "_len_torch_dispatch_stack"), (forward_ad, "_current_level"),
 ]
 everything = [each for each in everything if (each[1] == "_len_torch_dispatch_stack") == (sys.argv[1] == "modes")]

@@ -165,6 +165,24 @@ current_func_transform: Callable[[], object | None] = _find(
 )
 """The innermost transform of `torch.func` at work, None outside of all; torch 2.0."""
 
+_func_transforms: Callable[[], list[Any] | None] = _find(
+    "torch._C._functorch.get_interpreter_stack",
+    lambda: None,
+    "torch.func.grad of a call that torch traces fails with torch's own error",
+)
+_gradient_transform: object = _find(
+    "torch._C._functorch.TransformType.Grad",
+    None,
+    "torch.func.grad of a call that torch traces fails with torch's own error",
+)
+
+
+@torch.compiler.assume_constant_result
+def in_func_grad() -> bool:
+    """Whether `torch.func.grad`, `vjp` or `jacrev` is at work, at any level; torch.compile guards on the levels."""
+    return any(each.key() == _gradient_transform for each in _func_transforms() or ())
+
+
 is_func_wrapper: Callable[[Tensor], bool] = _find(
     "torch._C._functorch.is_functorch_wrapped_tensor",
     lambda _: current_func_transform() is not None,

@@ -1,5 +1,6 @@
 """What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,6 +330,35 @@ def test_a_traced_forward_derivative_is_refused_and_not_zero():
         compiled(tangent)(Q)
     assert torch.allclose(torch.compile(tangent, backend="aot_eager")(Q), tangent(Q))  # a graph break: eager, and right
     torch._dynamo.reset()  # or torch compiles `attend` in no later test, having failed once
+
+
+def test_a_traced_functional_gradient_is_refused_and_eager_where_graphs_may_break():
+    def gradient(q: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: attend(t, K, V, mask=Causal()).square().sum())(q)
+
+    def of_each(q: Tensor) -> Tensor:
+        return torch.vmap(gradient)(q)
+
+    for function, q in ((gradient, Q), (of_each, torch.stack([Q, -Q]))):
+        assert torch.allclose(torch.compile(function, backend="aot_eager")(q), function(q))
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="exception"):
+            compiled(function)(q)
+        with FlopCounterMode(display=False), pytest.raises(RefusalError, match=r"FLOP counter.*is not supported"):
+            function(q)
+    torch._dynamo.reset()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about torch
+def test_a_program_that_inductor_compiles_ahead_of_time_gives_the_same(tmp_path: Path):
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, mask=Causal())
+
+    program = torch.export.export(Attention(), (Q, K, V))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(package)(Q, K, V), attend(Q, K, V, mask=Causal()))
 
 
 def counted_flops(function: Any) -> int:

@@ -42,7 +42,7 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import dispatch_modes, in_forward_mode
+from regard.torch_internals import dispatch_modes, in_forward_mode, in_func_grad
 from regard.wide import wide_of
 
 
@@ -51,14 +51,16 @@ class _Arguments(NamedTuple):
 
     `carried` are the tensors of the specs; where `offset` is None, the last of them is the offset. `numbers` are the
     ints of the specs, and `mask`, `bias` and `score` are their texts, "" for None.
+
+    Lists are optional in the schema, and None is an empty one: programs of AOTInductor pass it instead (torch 2.13).
     """
 
     q: Annotated[Tensor, "Tensor"]
     k: Annotated[Tensor, "Tensor"]
     v: Annotated[Tensor, "Tensor"]
     sink: Annotated[Tensor | None, "Tensor?"]
-    carried: Annotated[Sequence[Tensor], "Tensor[]"]
-    numbers: Annotated[Sequence[int], "SymInt[]"]
+    carried: Annotated[Sequence[Tensor], "Tensor[]?"]
+    numbers: Annotated[Sequence[int], "SymInt[]?"]
     mask: Annotated[str, "str"]
     bias: Annotated[str, "str"]
     score: Annotated[str, "str"]
@@ -69,6 +71,12 @@ class _Arguments(NamedTuple):
     offset: Annotated[int | None, "SymInt?"]
     backend: Annotated[str | None, "str?"]
     wants_lse: Annotated[bool, "bool"]
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> "_Arguments":
+        """The arguments that torch calls the operator with."""
+        found = cls(*arguments)
+        return found._replace(carried=found.carried or (), numbers=found.numbers or ())
 
     def spec(self, text: str) -> Any:
         """The spec that was serialized to this text, None for an empty one."""
@@ -115,10 +123,11 @@ def is_counted() -> bool:
 
 def attend_traced(request: Request) -> State:
     """The state of a call, its `out` with the sink, as one operator; its specs are taken apart while torch traces."""
-    if in_forward_mode():
+    if in_forward_mode() or in_func_grad():
+        kind = "forward-mode derivatives (jvp)" if in_forward_mode() else "torch.func.grad"
         raise RefusalError(
-            "forward-mode derivatives (jvp) of a traced call are not known: leave torch.compile out, or differentiate "
-            "backward."
+            f"{kind} of a call that torch traces, or shows to a dispatch mode such as its FLOP counter, is not "
+            "supported: leave torch.compile or the mode out, or differentiate by torch.autograd.grad or backward()."
         )
     q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend, lse, _ = request
     check_specs(mask, bias, score)
@@ -187,7 +196,7 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
 
 def attend_in_onnx(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator `regard::attend` in operators that ONNX has: its decomposition for programs that have it already."""
-    a = _Arguments(*arguments)
+    a = _Arguments.of(arguments)
     state = in_onnx(a.request())
     return state.out, state.lse
 
@@ -222,12 +231,12 @@ def _seed(seed: int, device: torch.device) -> None:
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        state = _run(_Arguments(*arguments))
+        state = _run(_Arguments.of(arguments))
     return state.out.contiguous(), state.lse.contiguous()
 
 
 def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    a = _Arguments(*arguments)
+    a = _Arguments.of(arguments)
     q, k, v = a.q, a.k, a.v
     check_tensors(q, k, v)
     _score_dim(a)
@@ -242,7 +251,7 @@ def _backward(
 
     A resumable kernel differentiates from `out` and `lse`; else the call is run again under autograd.
     """
-    a = _Arguments(*arguments)
+    a = _Arguments.of(arguments)
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in a.tensors()]
         state = _run(a.with_tensors(leaves), State(out, lse))
@@ -260,19 +269,19 @@ def _backward(
 def _backward_fake(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _Arguments(*arguments).tensors()]
+    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _Arguments.of(arguments).tensors()]
     return like[0], like[1], like[2], like[3:]
 
 
 def _attend_flops(*arguments: Any, out_val: Any = None) -> int:
-    a = _Arguments(*arguments)
+    a = _Arguments.of(arguments)
     return cost.flops(_counted(a), qk_dim=_score_dim(a), v_dim=a.v.shape[3])
 
 
 def _backward_flops(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any, out_val: Any = None
 ) -> int:
-    a = _Arguments(*arguments)
+    a = _Arguments.of(arguments)
     return cost.gradient_flops(_counted(a), qk_dim=_score_dim(a), v_dim=a.v.shape[3])
 
 
@@ -291,7 +300,7 @@ def _score_dim(a: _Arguments) -> int:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a = _Arguments(*inputs)
+    a = _Arguments.of(inputs)
     ctx.save_for_backward(*output, *a.tensors())
     ctx.arguments = a.with_tensors([cast(Any, ...)] * len(a.tensors()))  # the tensors are saved apart
     ctx.floats = [t.is_floating_point() for t in a.carried]
