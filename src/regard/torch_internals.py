@@ -177,11 +177,13 @@ _gradient_transform: object = _find(
 )
 
 
-@torch.compiler.assume_constant_result
 def in_func_grad() -> bool:
-    """Whether `torch.func.grad`, `vjp` or `jacrev` is at work, at any level; torch.compile guards on the levels."""
+    """Whether `torch.func.grad`, `vjp` or `jacrev` is at work, at any level."""
     return any(each.key() == _gradient_transform for each in _func_transforms() or ())
 
+
+# as `torch.compiler.assume_constant_result` does, which loads torch's compiler (torch 2.0); dynamo guards on the levels
+in_func_grad._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 is_func_wrapper: Callable[[Tensor], bool] = _find(
     "torch._C._functorch.is_functorch_wrapped_tensor",
