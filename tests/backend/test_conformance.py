@@ -1,9 +1,26 @@
 """Every engine, on every case of the table and in every type, is what the formula says, or says why it is not run."""
 
+import math
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import Tensor
 
-from regard import Causal, Mask, RefusalError, TensorBias, Window, attend, attend_state, explain
+from regard import (
+    Causal,
+    KeyLengths,
+    Mask,
+    RefusalError,
+    T5Bias,
+    TensorBias,
+    Window,
+    attend,
+    attend_state,
+    explain,
+    observe_calls,
+)
+from regard.describe.score_function import ScoreFunction
 from regard.dispatch.choose import BACKENDS
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
@@ -66,6 +83,96 @@ def _reasons(refusal: RefusalError) -> str:
     return "; ".join(line.strip() for line in str(refusal).split("\n")[2:-1])
 
 
+WITH: dict[str, dict[str, Any]] = {
+    "a softcap": {"softcap": 5.0},
+    "a bias tensor and dropout": {"bias": "tensor", "dropout": 0.2},
+    "a bias by distance and a sink": {"bias": "distance", "sink": True},
+    "a softcap, a bias tensor, dropout and a sink": {"softcap": 5.0, "bias": "tensor", "dropout": 0.2, "sink": True},
+    "a softcap and a bias by distance": {"softcap": 5.0, "bias": "distance"},
+}
+
+
+def _hiding(case: str, engine: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor, up: Tensor) -> list[Tensor]:
+    """The output and the gradients of q, k, v, the bias and the sink, of a call that has more than its mask."""
+    torch.manual_seed(1)
+    words = {"mask": mask, **WITH[case]}
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    if kind := words.get("bias"):
+        leaves.append(torch.randn(*((131, 131) if kind == "tensor" else (32, 2)), requires_grad=True))
+        words["bias"] = TensorBias(leaves[-1]) if kind == "tensor" else T5Bias(leaves[-1])
+    if "sink" in words:
+        leaves.append(torch.randn(2, requires_grad=True))
+        words["sink"] = leaves[-1]
+    out = attend(*leaves[:3], **words, backend=engine)
+    return [out.detach(), *torch.autograd.grad(out, leaves, up)]
+
+
+@pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("engine", ["native", "reference", "triton"])
+@pytest.mark.parametrize("case", WITH)
+def test_hidden_keys_that_are_not_finite_reach_no_gradient_whatever_the_call_has(case: str, engine: str, poison: float):
+    _skip_where_refused(engine)
+    q, k, v, up = torch.randn(4, 1, 2, 131, 16)
+    results = list[list[Tensor]]()
+    for hidden in (poison, 0.0):
+        k[:, :, 101:] = v[:, :, 101:] = hidden
+        results.append(_hiding(case, engine, KeyLengths(torch.tensor([101])), q, k, v, up))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("engine", ["native", "reference", "triton"])
+@pytest.mark.parametrize("case", WITH)
+def test_a_query_that_is_not_finite_reaches_gradients_of_the_keys_that_it_sees_alone(case: str, engine: str):
+    _skip_where_refused(engine)
+    q, k, v, up = torch.randn(4, 1, 2, 131, 16)
+    up[:, :, 0] = 0
+    results = list[list[Tensor]]()
+    for first in (math.nan, 0.0):
+        q[:, :, 0] = first
+        results.append(_hiding(case, engine, Causal(), q, k, v, up)[:4])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found[:, :, 1:], expected[:, :, 1:])
+
+
+def _skip_where_refused(engine: str) -> None:
+    q = torch.empty(1, 1, 1, 16)
+    try:
+        explain(q, q, q, backend=engine)
+    except RefusalError as refusal:
+        pytest.skip(_reasons(refusal))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_hidden_keys_that_are_not_finite_do_not_reach_what_a_function_of_the_score_captures(softcap: float | None):
+    q, k, v = torch.randn(3, 1, 2, 131, 16)
+    factor = torch.randn(2, requires_grad=True)
+    bias = ScoreFunction(lambda score, b, h, i, j: torch.tanh(score * factor[h]), (factor,))
+
+    def gradient() -> Tensor:
+        out = attend(q, k, v, mask=KeyLengths(torch.tensor([101])), bias=bias, softcap=softcap)
+        return torch.autograd.grad(out.sin().sum(), factor)[0]
+
+    expected = gradient()
+    k[:, :, 101:] = v[:, :, 101:] = math.nan
+    torch.testing.assert_close(gradient(), expected)
+
+
+@pytest.mark.parametrize("engine", ["native", "reference", "triton"])
+def test_gradients_that_flow_in_may_be_negated_lazily(engine: str):
+    _skip_where_refused(engine)
+    q, k, v, up = torch.randn(4, 1, 2, 37, 16)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    state = attend_state(*leaves, mask=Causal(), backend=engine)
+    flowing = [up, up[..., 0].contiguous()]
+    negated = [cast(Any, torch)._neg_view(-t) for t in flowing]
+    expected = torch.autograd.grad([state.out, state.lse], leaves, flowing, retain_graph=True)
+    found = torch.autograd.grad([state.out, state.lse], leaves, negated)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_the_reference_refuses_nothing():
     for make in CASES.values():
         case = make()
@@ -88,6 +195,30 @@ def test_sdpa_takes_what_torch_computes_without_a_mask():
         "scale",
         "cosine",
     }
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sdpa_reads_tokens_that_overlap_in_memory(dtype: torch.dtype, which: int, step: int):
+    tensors = [torch.randn(1, 2, tokens, 64).to(dtype) for tokens in (37, 293, 293)]
+    tensors[which] = torch.randn(2000).to(dtype).as_strided(tensors[which].shape, (0, 1000, step, 1))
+    up = torch.randn(1, 2, 37, 64).to(dtype)
+
+    def differentiated(backend: str) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = attend(*leaves, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, leaves, up)]
+
+    for found, truth in zip(differentiated("sdpa"), differentiated("reference64"), strict=True):
+        assert worst(found, truth) <= 16 * torch.finfo(dtype).eps * max(1.0, float(truth.abs().max()))
+
+
+def test_sdpa_says_that_observers_need_its_log_sum_exp():
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    attend(q, q, q, backend="sdpa")
+    with observe_calls(lambda _: None), pytest.raises(RefusalError, match="observers need, has no gradient"):
+        attend(q, q, q, backend="sdpa")
 
 
 @pytest.mark.exhaustive

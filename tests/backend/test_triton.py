@@ -144,6 +144,15 @@ def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
     assert (found[0][:, :, 7] == 0).all()
 
 
+def test_a_row_that_a_bias_hides_drops_a_gradient_that_is_nan():
+    q, k, v = (torch.randn(1, 1, 260, 16, requires_grad=True) for _ in range(3))
+    pads = torch.zeros(1, 1, 260, 260)
+    pads[:, :, 7] = -torch.inf
+    out = attend(q, k, v, bias=TensorBias(pads), backend="triton")
+    norms = out.square().sum(-1).sqrt()  # whose derivative is NaN at 0
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(norms.sum(), (q, k, v)))
+
+
 def test_a_gradient_that_is_not_finite_reaches_only_what_its_row_sees():
     q, k, v = (torch.randn(1, 1, 90, 16, requires_grad=True) for _ in range(3))
     up = torch.ones(1, 1, 90, 16)

@@ -1,6 +1,6 @@
 """The sweep over weights by the GPU kernel, run by Triton's interpreter: its sums are those of the definition."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,6 +69,11 @@ def test_the_sums_over_several_tiles(words: dict[str, Any], picture: int | None)
 def test_half_types(dtype: torch.dtype):
     q, k = torch.randn(1, 2, 140, 32, dtype=dtype), torch.randn(1, 1, 140, 32, dtype=dtype)
     agree(Weights.of(called(q, k, mask=Causal())), 3, torch.randn(1, 130, 140))
+
+
+def test_tensors_may_be_negated_lazily():
+    q, k, bias = (cast(Any, torch)._neg_view(-t) for t in torch.randn(3, 1, 2, 37, 37))
+    agree(Weights.of(called(q, k, mask=Causal(), bias=TensorBias(bias))), 3, torch.randn(1, 2, 37))
 
 
 def test_one_sequence_of_a_batch_has_its_own_mask():

@@ -118,6 +118,14 @@ def test_any_strides_will_do():
     assert torch.equal(linear_attend(q, k, v, chunk=4).out, right)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, (_, rule) in KINDS.items() if rule])
+def test_tensors_of_a_rule_may_be_negated_lazily(kind: str):
+    n = numbers(kind, tokens=37).to(torch.float32)
+    negated = Numbers(*n.tensors()[:3], *(cast(Any, torch)._neg_view(-t) for t in n.tensors()[3:]))
+    found, expected = (linear_attend(m.q, m.k, m.v, **words(kind, m)).out for m in (negated, n))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 # ---- the edges ------------------------------------------------------------------------------------------------------
 
 

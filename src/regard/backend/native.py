@@ -320,9 +320,9 @@ class _Gradient(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         *parts, out, lse = saved
         refuse_batched("native", dout, dlse)
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
+        dlse = None if dlse is None else dlse.resolve_neg().contiguous()
         inputs = Inputs(*cast(Any, parts))
         return kernel.gradients(inputs, tiles, offset, seed, rows, wanted, State(out, lse), dout, dlse)
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from regard.backend.contract import Backend, Kernel
 from regard.describe.mask_by_rule import Causal
@@ -45,7 +46,9 @@ class Sdpa(Backend):
             "this version of torch lacks its kernel": p.device == "cpu" and flash_attention_for_cpu is None,
             f"it is used on cpu and cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
             "on cuda its kernels let NaN and inf of hidden keys through": p.device == "cuda" and p.mask is not None,
-            "on cuda it gives no log-sum-exp, which a State and a sink need": p.device == "cuda" and (p.lse or p.sink),
+            "on cuda it gives no log-sum-exp, which a State, a sink and observers need": (
+                p.device == "cuda" and (p.lse or p.sink)
+            ),
             "on cuda float64 makes torch build all scores": p.device == "cuda" and p.dtype == torch.float64,
             f"on cuda heads of more than {LARGEST_DIM} dimensions make torch build all scores": (
                 p.device == "cuda" and p.qk_dim > LARGEST_DIM
@@ -65,7 +68,7 @@ class Sdpa(Backend):
             "it has no softcap": p.softcap is not None,
             "dropout makes torch build all scores": p.dropout > 0,
             f"qk_dim {p.qk_dim} and v_dim {p.v_dim} differ, which makes torch build all scores": p.qk_dim != p.v_dim,
-            "its log-sum-exp, which a State and a sink need, has no gradient": p.grad and (p.lse or p.sink),
+            "its log-sum-exp, which a State, a sink and observers need, has no gradient": p.grad and (p.lse or p.sink),
             "it rounds its output before a sink can be folded in": p.sink
             and p.dtype in (torch.bfloat16, torch.float16),
             "it has no vmap or forward-mode derivative": p.transformed,
@@ -87,9 +90,18 @@ def _run(problem: Problem, operands: Operands) -> State:
             operands.q, operands.k, operands.v, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads
         )
         return State(out, torch.full(out.shape[:3], torch.nan, device=out.device))  # nobody reads it
-    out, lse = flash_attention_for_cpu(operands.q, operands.k, operands.v, 0.0, causal, scale=problem.scale)
+    q, k = _apart(operands.q, problem.qk_dim), _apart(operands.k, problem.qk_dim)
+    out, lse = flash_attention_for_cpu(q, k, operands.v, 0.0, causal, scale=problem.scale)
     state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), lse)
+
+
+def _apart(t: Tensor, dim: int) -> Tensor:
+    """The tensor of heads of `dim` elements, copied if its tokens overlap in memory.
+
+    torch's kernel gives garbage for queries one element apart, and raises an error for gradients in bfloat16.
+    """
+    return t.contiguous() if 0 < t.stride(2) < dim else t
 
 
 def _known(problem: Problem) -> bool:

@@ -196,6 +196,8 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> _Chunk
     if block.problem.softcap is not None:
         scores = block.problem.softcap * torch.tanh(scores / block.problem.softcap)
     if block.operands.bias is not None:
+        if block.guarded and keep is not None:  # NaN of a hidden pair would reach what a `ScoreFunction` captures
+            scores = torch.where(keep | torch.isfinite(scores), scores, 0.0)
         scores = _with_bias(block, scores, first, q, pieces)
     if beyond is not None:
         scores = torch.where(beyond, -torch.inf, scores)

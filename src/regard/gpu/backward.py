@@ -53,7 +53,7 @@ def gradient_of_queries(
         base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
         base_v = v + b64 * v_batch + (h // group).to(tl.int64) * v_head
         base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
-        base_distance = distance + h * distance_head if DISTANCE else distance
+        base_distance = distance + h64 * distance_head if DISTANCE else distance
         into_bias = dbias + b64 * dbias_batch + h64 * dbias_head if DBIAS else dbias
         into_distance = ddistance + h64 * (queries + keys - 1) if DDISTANCE else ddistance
         q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
@@ -141,6 +141,7 @@ def _queries_step(
     ds = weights * (dp - deltas[:, None])
     if MASKED:
         ds = tl.where(keep, ds, 0.0)
+        before = tl.where(keep, before, 0.0)  # NaN times a gradient of 0 would be NaN
         k = tl.where(is_non_finite(k), 0.0, k)  # for those that see it, ds is NaN
     if DDISTANCE or DBIAS:
         inside = (i[:, None] < queries) & (j[None, :] < keys)
@@ -280,6 +281,7 @@ def _keys_step(
         ds = weights * (dp - deltas[None, :])
         if MASKED:
             ds = tl.where(keep, ds, 0.0)
+            before = tl.where(keep, before, 0.0)  # NaN times a gradient of 0 would be NaN
             q = tl.where(is_non_finite(q), 0.0, q)  # for the keys that it sees, ds is NaN
         if SOFTCAP:
             share = before / softcap

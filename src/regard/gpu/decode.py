@@ -80,7 +80,7 @@ def span(
     c = tl.arange(0, DIM_PADDED)
     cv = tl.arange(0, V_DIM_PADDED)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
-    q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None] * q_token
+    q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None].to(tl.int64) * q_token
     dtype: tl.constexpr = q.dtype.element_ty
     if CHUNK == 0:
         rows = _rows(q_at, c, real, DIM, WIDE)

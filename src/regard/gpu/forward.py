@@ -61,7 +61,7 @@ def forward(
         base_k = k + b.to(tl.int64) * k_batch + (h // group).to(tl.int64) * k_head
         base_v = v + b.to(tl.int64) * v_batch + (h // group).to(tl.int64) * v_head
         base_bias = bias + b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head if BIAS else bias
-        base_distance = distance + h * distance_head if DISTANCE else distance
+        base_distance = distance + h.to(tl.int64) * distance_head if DISTANCE else distance
         rows = tl.load(
             base_q + i[:, None].to(tl.int64) * q_token + c[None, :],
             mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0,

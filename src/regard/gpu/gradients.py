@@ -71,7 +71,10 @@ def gradients(
     """The gradients of the inputs; None where nobody wants one."""
     s, (batch, heads, queries, dim) = call.schedule, i.q.shape
     kv_heads, keys, v_dim = i.v.shape[1:]
-    dout = torch.zeros_like(state.out) if dout is None else dout if dout.stride(3) == 1 else dout.contiguous()
+    dout = torch.zeros_like(state.out) if dout is None else dout.resolve_neg()
+    if i.distance is not None or i.bias is not None:  # -inf may hide all keys of a row, which then drops its gradient
+        dout = dout.masked_fill((state.lse == -torch.inf)[..., None], 0.0)
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = (state.out.float() * dout.float()).sum(3)  # [batch, heads, queries]
     totals, dsink = _totals(call, i, state.lse), None
     if i.sink is not None:
@@ -113,6 +116,7 @@ def gradients(
 
 
 def _totals(call: Call, i: Inputs, lse: Tensor) -> Totals:
+    lse = lse.contiguous()
     if i.distance is None and i.bias is None:
         return Totals(lse, None)
     if call.is_part:  # other keys are part of the total, too
@@ -123,7 +127,7 @@ def _totals(call: Call, i: Inputs, lse: Tensor) -> Totals:
     top, rest = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
     launch(
         far_rows, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        i.q, i.k, lse.contiguous(), top, rest, *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, lse),
+        i.q, i.k, lse, top, rest, *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, lse),
         *by_query(s, i.q.device),
         *(batch, heads, heads // i.k.shape[1], queries, i.k.shape[2], section(i), call.scale, call.softcap or 0.0),
         **{name: of_all[name] for name in FAR_CONSTANTS},

@@ -42,7 +42,7 @@ def sweep(
         b64, h64, row64 = b.to(tl.int64), h.to(tl.int64), row.to(tl.int64)
         base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
         base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
-        base_distance = distance + h * distance_head if DISTANCE else distance
+        base_distance = distance + h64 * distance_head if DISTANCE else distance
         q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
         rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0)
         if WIDE:

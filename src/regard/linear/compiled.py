@@ -16,6 +16,7 @@ from regard import native, native_calls
 from regard.describe.feature import Elu1, Favor, Relu
 from regard.linear import delta, gated, sums
 from regard.linear.call import LinearCall
+from regard.linear.finite import rule_tensors
 from regard.linear.rule import Decay, Delta, Gated
 from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, has_own_operators
@@ -53,7 +54,7 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.dtype == v.dtype == q.dtype
         and all(t.shape[0] * t.shape[1] * t.shape[3] for t in tensors)
-        and not any(t.is_neg() or has_own_operators(t) for t in tensors)
+        and not any(t.is_neg() or has_own_operators(t) for t in (*tensors, *rule_tensors(call)) if t is not None)
         and not dispatch_modes()
         and can_be_read(*tensors)
         and _entry() is not None

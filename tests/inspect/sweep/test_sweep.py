@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Bias, Causal, T5Bias, Window
+from regard import Alibi, Bias, Causal, T5Bias, TensorBias, Window
 from regard.calls import Call
 from regard.describe.mask import Positions
 from regard.describe.spec import spec
@@ -101,6 +102,13 @@ def test_a_sweep_is_what_the_dense_weights_say(call, picture, engine):
     same(BACKENDS[engine](weights, picture, along), gathered(call, along, cell), call)
 
 
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_tensors_may_be_negated_lazily(engine):
+    q, k, bias = (cast(Any, torch)._neg_view(-t) for t in torch.randn(3, 1, 2, KEYS, KEYS))
+    call, along = called(q, k, mask=Causal(), bias=TensorBias(bias)), torch.randn(1, 2, KEYS)
+    same(BACKENDS[engine](Weights.of(call), KEYS, along), gathered(call, along, 1), call)
+
+
 def test_what_is_not_asked_for_is_not_made():
     found = sweep(Weights.of(drawn(mask=Causal())))
     assert (found.along, found.mean, found.largest, found.cell) == (None, None, None, 0)
@@ -141,6 +149,11 @@ def test_what_the_library_does_not_know_torch_sweeps():
 
 def test_without_the_library_torch_sweeps(no_library):
     assert not by_native.takes(Weights(torch.zeros(1, 1, 5, 3), torch.zeros(1, 1, 5, 3), torch.zeros(1, 1, 5)))
+
+
+def test_a_sweep_is_over_weights():
+    with pytest.raises(ProblemError, match=r"^sweep takes the Weights of a call, and got int"):
+        sweep(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_picture_without_cells_is_refused():

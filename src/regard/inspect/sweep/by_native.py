@@ -131,13 +131,13 @@ class _Inputs:
             self.fields |= {"vector_batch": 0 if shared else vectors.stride(0)}
 
     def _address(self, t: Tensor) -> int:
-        self._kept.append(t.contiguous())
+        self._kept.append(t.resolve_neg().contiguous())
         return self._kept[-1].data_ptr()
 
     def _place(self, name: str, t: Tensor) -> None:
         """A tensor [.., .., tokens, dim], read in place if its last dimension is contiguous."""
-        if t.stride(3) != 1:
-            t = t.contiguous()
+        t = t.resolve_neg()
+        t = t if t.stride(3) == 1 else t.contiguous()
         self._kept.append(t)
         self.fields |= zip(
             (f"{name}.{field}" for field in ("data", "batch", "head", "token")),
@@ -175,7 +175,7 @@ class _Inputs:
         tables = [_of_batch(term.rows(w.shape[2], w.offset), w) for term in terms]
         if tables:
             table = tables[0] if len(tables) == 1 else reduce(add, (table.to(w.dtype) for table in tables))
-            table = table.detach() if table.dtype in native_calls.DTYPES else table.detach().to(w.dtype)
+            table = table.detach().resolve_neg() if table.dtype in native_calls.DTYPES else table.detach().to(w.dtype)
             self._kept.append(table)
             axes = ("bias_batch", "bias_head", "bias_row", "bias_key")
             strides = (0 if n == 1 else stride for n, stride in zip(table.shape, table.stride(), strict=True))

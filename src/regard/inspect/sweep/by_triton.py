@@ -54,7 +54,7 @@ def swept(
     tiles = schedule(
         w.mask, batch=w.sequence + batch, heads=heads, queries=queries, keys=keys, offset=w.offset, tile=TILE
     )
-    q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (w.q, w.k))
+    q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (w.q.resolve_neg(), w.k.resolve_neg()))
     inputs = Inputs(q, k, k, None, _distance(w), _table(w))
     call = Call(of_rows(tiles, w.sequence), w.scale, w.softcap, 0.0, 0)
     cells = None if picture is None else Cells(queries, keys, picture)
@@ -112,7 +112,7 @@ def _table(w: Weights) -> Tensor | None:
     tables = [_of_batch(term.rows(w.shape[2], w.offset), w).detach() for term in terms]
     if not tables:
         return None
-    return tables[0].float() if len(tables) == 1 else reduce(add, (table.float() for table in tables))
+    return tables[0].float().resolve_neg() if len(tables) == 1 else reduce(add, (table.float() for table in tables))
 
 
 def _of_batch(table: Tensor, w: Weights) -> Tensor:
