@@ -1,9 +1,12 @@
 """Backends of users: taken wherever a name is, never replaced by another, shown by `explain`."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from regard import Causal, MultiHeadAttention, ProblemError, RefusalError, State, attend, attend_state, explain
 from regard.dispatch.choose import BACKENDS
@@ -54,6 +57,60 @@ def test_an_engine_that_refuses_is_not_replaced():
     for call in (attend, explain):
         with pytest.raises(RefusalError, match=r"(?s)The backend 'counting' cannot run this.*it has no softcap"):
             call(Q, K, K, softcap=2.0, backend=Counting())
+
+
+@dataclass(frozen=True)
+class Wrong(Backend):
+    """Returns what its result is, or refuses with what its reasons are."""
+
+    name: str = "wrong"
+    result: Callable[[Tensor], Any] = lambda q: State(q, q[..., 0])
+    reasons: Any = field(default_factory=list)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def refusals(self, problem: Problem) -> list[str]:
+        return self.reasons
+
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+        return lambda operands: self.result(operands.q)
+
+
+def _unchecked(out: Tensor, lse: Tensor) -> State:
+    """A state whose shapes do not agree, which the test run would refuse to make."""
+    state = State(out, out[..., 0])
+    object.__setattr__(state, "lse", lse)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda q: q, r"a tensor torch.float32 \[1, 4, 5, 8\]"),
+        (lambda q: None, "None"),
+        (lambda q: State(q[:, :1], q[:, :1, :, 0]), r"State of out torch.float32 \[1, 1, 5, 8\] and lse \[1, 1, 5\]"),
+        (lambda q: State(q[..., :3], q[..., 0]), r"State of out torch.float32 \[1, 4, 5, 3\]"),
+        (lambda q: State(q.double(), q[..., 0]), "State of out torch.float64"),
+        (lambda q: _unchecked(q, q[..., :1, 0]), r"State of .* and lse \[1, 4, 1\]"),
+    ],
+)
+def test_a_result_that_is_no_state_of_the_call_is_an_error(result: Any, found: str):
+    expected = r"expected a State of out torch.float32 \[1, 4, 5, 8\] and lse \[1, 4, 5\]"
+    with pytest.raises(ProblemError, match=rf"^The backend 'wrong' returned {found}.*: {expected}"):
+        attend(Q, K, K, backend=Wrong(result=result))
+
+
+def test_a_result_of_the_right_form_is_taken():
+    assert attend(Q, K, K, backend=Wrong()) is Q
+
+
+@pytest.mark.parametrize("reasons", ["no", None, [3]])
+def test_refusals_are_a_list_of_texts(reasons: Any):
+    with pytest.raises(
+        ProblemError, match=r"^The backend 'wrong' returned .* as its refusals: expected a list of texts"
+    ):
+        attend(Q, K, K, backend=Wrong(reasons=reasons))
 
 
 def test_one_kernel_serves_every_length_only_if_the_engine_says_so():

@@ -1,6 +1,7 @@
 """Kernel regression: the estimator's own formula, and attention as one of its kernels."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,11 @@ def test_any_score_is_the_logarithm_of_a_kernel():
 def test_what_makes_no_regression_is_said(shapes: tuple[tuple[int, ...], ...], message: str):
     with pytest.raises(ProblemError, match=message):
         nadaraya_watson(*(torch.zeros(s) for s in shapes), kernel=Gaussian(1.0))
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_lists_make_no_regression(at: int):
+    given: list[Any] = [torch.zeros(3)] * 3
+    given[at] = [1.0, 2.0, 3.0]
+    with pytest.raises(ProblemError, match=rf"^{('queries', 'keys', 'values')[at]} is list: expected a tensor"):
+        nadaraya_watson(*given)

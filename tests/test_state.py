@@ -1,6 +1,8 @@
 """States: merging is associative, commutative, safe for empty states and differentiable; a sink is counted once."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +115,28 @@ def test_states_of_other_queries_do_not_merge():
         _ = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)) | torch.zeros(1)  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(ProblemError, match="one per head"):
         State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)).with_sink(torch.zeros(3))
+
+
+@pytest.mark.parametrize("logits", [3, [0.0]])
+def test_the_logits_of_a_sink_are_a_tensor(logits: Any):
+    with pytest.raises(ProblemError, match=rf"sink logits are {re.escape(str(logits))}: expected a tensor"):
+        State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)).with_sink(logits)
+
+
+@pytest.mark.parametrize(
+    ("out", "lse", "found"),
+    [
+        (torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), "out [1, 1, 2, 2] and lse [1, 1, 2, 2]"),
+        (torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 1), "out [1, 1, 2, 2] and lse [1, 1, 1]"),
+        (torch.zeros(1, 2, 2), torch.zeros(1, 2), "out [1, 2, 2] and lse [1, 2]"),
+        (3, None, "out int and lse NoneType"),
+    ],
+)
+def test_out_and_lse_are_of_the_same_queries(out: Any, lse: Any, found: str):
+    right = State(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2))
+    wrong = State(right.out, right.lse)
+    object.__setattr__(wrong, "out", out)  # the constructor checks shapes in the test run alone
+    object.__setattr__(wrong, "lse", lse)
+    for call in (lambda: right | wrong, lambda: wrong | right, lambda: wrong.with_sink(torch.zeros(1))):
+        with pytest.raises(ProblemError, match=rf"^a State has {re.escape(found)}: expected tensors"):
+            call()

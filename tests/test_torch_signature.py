@@ -226,6 +226,9 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a learned scale": ((Q, Q, Q), {"scale": torch.tensor(0.5, requires_grad=True)}, "scale is a tensor"),
     "a scale per head": ((Q, Q, Q), {"scale": torch.ones(2)}, "scale is a tensor"),
     "a complex scale": ((Q, Q, Q), {"scale": torch.tensor(1j)}, "expected a number"),
+    "causal in words": ((Q, Q, Q), {"is_causal": "no"}, "^is_causal is 'no': expected True or False"),
+    "causal as a number": ((Q, Q, Q), {"is_causal": 1}, "^is_causal is 1: expected True or False"),
+    "groups in words": ((Q, Q, Q), {"enable_gqa": "x"}, "^enable_gqa is 'x': expected True or False"),
     "more dropout than all": ((Q, Q, Q), {"dropout_p": 1.5}, "expected a probability, 0 <= dropout_p <= 1"),
     "less dropout than none": ((Q, Q, Q), {"dropout_p": -0.5}, "expected a probability, 0 <= dropout_p <= 1"),
 }

@@ -54,8 +54,8 @@ def nadaraya_watson(
     >>> nadaraya_watson(torch.tensor([1.0, 2.0], dtype=torch.float64), x, x.sin(), kernel=Gaussian(0.1))
     tensor([0.8373, 0.9048], dtype=torch.float64)
     """
-    line = values.ndim == 1
     q, k, v = (_points(name, t) for name, t in (("queries", queries), ("keys", keys), ("values", values)))
+    line = values.ndim == 1
     if kernel is not None and not isinstance(kernel, Score):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(f"kernel is {kernel!r}: expected a kernel such as Gaussian(1.0), or None.")
     if q.shape[-1] != k.shape[-1] and 1 in (queries.ndim, keys.ndim):

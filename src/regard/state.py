@@ -7,6 +7,7 @@ arXiv:1805.02867, §3; the states of FlashInfer, Ye et al. 2025, arXiv:2501.0100
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,8 @@ class State:
         """The state over the keys of both, which must be different keys. Differentiable in all four tensors."""
         if not isinstance(other, State):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"a State merges with a State, and the right side of | is {type(other).__name__}.")
+        self._check()
+        other._check()
         if self.out.shape != other.out.shape:
             raise ProblemError(
                 f"states merge over the same queries: these are {list(self.out.shape)} and {list(other.out.shape)}."
@@ -70,12 +73,24 @@ class State:
         >>> State(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)).with_sink(torch.zeros(1)).tolist()
         [[[[0.5, 0.5]]]]
         """
-        if logits.shape != self.lse.shape[1:2]:
-            raise ProblemError(f"sink logits are {list(logits.shape)}: expected one per head, [{self.lse.shape[1]}].")
+        self._check()
+        if not isinstance(cast(object, logits), Tensor) or logits.shape != self.lse.shape[1:2]:
+            what = list(logits.shape) if isinstance(cast(object, logits), Tensor) else repr(logits)
+            raise ProblemError(f"sink logits are {what}: expected a tensor with one per head, [{self.lse.shape[1]}].")
         seen = self.lse > -torch.inf
         # not sigmoid, whose gradient s * (1 - s) is 0 where s rounds to 1
         share = F.logsigmoid(torch.where(seen, self.lse, 0.0) - logits.to(self.lse.dtype)[:, None]).exp()
         return self._weighed(share).to(self.out.dtype)
+
+    def _check(self) -> None:
+        """Raise `ProblemError` unless `out` and `lse` are tensors over the same queries."""
+        parts = {"out": cast(object, self.out), "lse": cast(object, self.lse)}
+        shapes = {name: list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for name, t in parts.items()}
+        if not isinstance(shapes["out"], list) or len(shapes["out"]) != 4 or shapes["lse"] != shapes["out"][:3]:
+            raise ProblemError(
+                f"a State has out {shapes['out']} and lse {shapes['lse']}: expected tensors [batch, heads, queries, "
+                "v_dim] and [batch, heads, queries]."
+            )
 
     def _weighed(self, weight: Tensor) -> Tensor:
         """weight * out in the precision of lse; 0 for a query that sees no key, even if its `out` is NaN."""

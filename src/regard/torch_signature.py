@@ -5,7 +5,7 @@ masks that keep where True, float masks that are added, torch's own `CausalBias`
 """
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -81,6 +81,9 @@ def attend_as_torch(
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_readable(name, t, "a tensor [..., heads, tokens, dim]")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(cast(object, flag), bool):
+            raise ProblemError(f"{name} is {flag!r}: expected True or False, as torch does.")
     if attn_mask is not None and is_causal:
         raise ProblemError(
             "attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend."

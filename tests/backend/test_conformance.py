@@ -95,7 +95,7 @@ WITH: dict[str, dict[str, Any]] = {
 def _hiding(case: str, engine: str, mask: Mask, q: Tensor, k: Tensor, v: Tensor, up: Tensor) -> list[Tensor]:
     """The output and the gradients of q, k, v, the bias and the sink, of a call that has more than its mask."""
     torch.manual_seed(1)
-    words = {"mask": mask, **WITH[case]}
+    words: dict[str, Any] = {"mask": mask, **WITH[case]}
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     if kind := words.get("bias"):
         leaves.append(torch.randn(*((131, 131) if kind == "tensor" else (32, 2)), requires_grad=True))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 
 import pytest
@@ -105,6 +106,12 @@ def test_arguments_that_are_no_numbers_are_refused_by_the_parser(arguments, said
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_the_reasons_of_a_backend_are_one_sentence(capsys):
+    assert main([*TINY, "--backend", "sdpa", "--softcap", "5"]) == 2
+    said = r"cannot run this: q \[.*\] float32 on cpu, .*; sdpa: [^;]*\. Leave --backend out to let regard choose\.\n$"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_sizes_may_be_given_in_thousands_of_1024():

@@ -54,6 +54,33 @@ def test_lists_become_the_tensors_that_words_carry(text, kind, field, tensor):
     assert torch.equal(getattr(found, field), tensor)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("Documents([0.2, 0.7])", r"^a list of Documents has 0.2: expected whole numbers\.$"),
+        ("KeyLengths([2.7, 3])", "has 2.7: expected whole numbers"),
+        ("KeyLengths([3, True])", "has True: expected whole numbers"),
+        ("Prefix([2.9])", "has 2.9: expected whole numbers"),
+        ("Documents([[0, 1], [0, None]])", "has None: expected whole numbers"),
+        ("TensorMask([[0.5, -3]])", "has 0.5: expected True, False, 1 or 0"),
+        ("TensorMask([[1, -3]])", "has -3: expected True, False, 1 or 0"),
+        ("Blocks([[0.3, 1]], 4)", "has 0.3: expected True, False, 1 or 0"),
+        ("Alibi([1, True])", "has True: expected numbers"),
+    ],
+)
+def test_a_list_is_converted_to_no_other_type(text, says):
+    read = expression.bias if "Alibi" in text else expression.mask
+    with pytest.raises(ProblemError, match=says):
+        read(text)
+
+
+def test_an_argument_by_name_is_given_once():
+    with pytest.raises(
+        ProblemError, match=r"^'Window\(left=3, left=4\)' has left= more than once: expected it once\.$"
+    ):
+        expression.mask("Window(left=3, left=4)")
+
+
 def test_a_bias_is_read_as_well():
     assert expression.bias("Alibi(8)") == Alibi(8)
     assert expression.bias("Alibi(8) + Alibi(8)") == Alibi(8) + Alibi(8)

@@ -68,7 +68,8 @@ def test_stdin_that_is_no_text(capsys, stdin):
 
 def test_a_folder_for_a_text(capsys, here):
     (here / "texts").mkdir()
-    assert "texts is a folder" in one_line(capsys, ["--prompt-file", "texts"])
+    said = one_line(capsys, ["--prompt-file", "texts"])
+    assert said == "regard: error: texts is a folder: --prompt-file takes a text file.\n"
 
 
 @pytest.mark.parametrize("text", ["prompt.txt", "./prompt", "texts/a.md"])

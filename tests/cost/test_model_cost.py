@@ -3,9 +3,10 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from regard.cost import Storage, cost, find_model, parameters
+from regard.cost import Storage, call_cost, cost, find_model, parameters
 from regard.cost.fields import from_fields
 from regard.cost.fit import USABLE
 from regard.cost.model import Latent, Model
@@ -189,11 +190,46 @@ def test_what_ifs_are_changes_alone():
         ({"model": "gpt2", "context": 2048}, "gpt2 has 1,024 learned positions"),
         ({"model": "transformer-base"}, "transformer-base has no longest context: give context"),
         ({"model": "llama-2-70b", "storage": "int9"}, "unknown storage 'int9'. Near: int"),
+        ({"model": "llama-2-70b", "context": 1.5}, "context 1.5: expected a whole number"),
+        ({"model": "llama-2-70b", "context": "32k"}, "context '32k': expected a whole number"),
+        ({"model": "llama-2-70b", "batch": 1.5}, "batch 1.5: expected a whole number"),
+        ({"model": "llama-2-70b", "batch": True}, "batch True: expected a whole number"),
+        ({"model": "llama-2-70b", "dtype": 3}, "unknown dtype '3'. Known: float64"),
+        ({"model": "llama-2-70b", "storage": 3}, "storage is 3: expected a name such as 'int8'"),
+        ({"model": "llama-2-70b", "machine": 3}, "machine is 3: expected a name such as 'h100'"),
+        ({"model": None}, "model is None: expected the name of a published model"),
     ],
 )
 def test_wrong_arguments_say_why(arguments, message):
     with pytest.raises(ProblemError, match=message):
         cost(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": 3}, "unknown storage '3'"),
+        ({"group": 16.0}, "group 16.0: expected a whole number"),
+        ({"group": 8}, "group 8: expected a multiple of 16"),
+        ({"sinks": True}, "sinks True: expected a whole number"),
+        ({"page": 0}, "page 0: expected 1 or more"),
+    ],
+)
+def test_a_storage_takes_whole_numbers(arguments, message):
+    with pytest.raises(ProblemError, match=message):
+        Storage(**arguments)
+
+
+def test_what_is_no_plan_has_no_cost():
+    with pytest.raises(
+        ProblemError, match=r"^call_cost takes a plan, and got int: regard.explain\(q, k, v\) makes one"
+    ):
+        call_cost(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_integers_of_numpy_are_whole_numbers():
+    assert cost("gpt2", context=np.int64(100), batch=np.int32(2)) == cost("gpt2", context=100, batch=2)
+    assert isinstance(cost("gpt2", context=np.int64(100)).context, int)
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------

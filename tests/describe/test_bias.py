@@ -1,6 +1,8 @@
 """Biases: worked numbers of the papers, sums, and what is refused."""
 
 import math
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from regard import Alibi, ProblemError, T5Bias, TensorBias, attend, explain
 from regard.describe.mask import CallSizes
+from regard.extend import Bias, spec
 
 
 def test_alibi_slopes_are_the_papers():
@@ -133,3 +136,20 @@ def test_t5_buckets_are_those_of_transformers(buckets: int, limit: int, bidirect
     distance = torch.arange(-1000, 1001)
     expected = T5Attention._relative_position_bucket(distance, bidirectional, buckets, limit)
     assert torch.equal(T5Bias(torch.zeros(buckets, 1), bidirectional, limit).bucket(distance), expected)
+
+
+@pytest.mark.parametrize("per_distance", [False, True])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, "returned NoneType; expected a tensor"),
+        (1.0, "returned float; expected a tensor"),
+        (torch.ones(5, 7), r"returned \[5, 7\] for positions that broadcast to .*: expected that shape, or one that"),
+    ],
+)
+def test_the_value_of_a_bias_is_a_tensor_of_the_shape_of_its_positions(value: Any, says: str, per_distance: bool):
+    methods = {"value": lambda self, b, h, q, k: value, "per_distance": lambda self: per_distance}
+    bias, x = spec(type("Own", (Bias,), {"__module__": __name__, **methods}))(), torch.ones(1, 2, 4, 8)
+    for one, backend in product((bias, bias + Alibi(2)), (None, "reference")):
+        with pytest.raises(ProblemError, match=rf"^Own\(\): value\(b, h, q, k\) {says}"):
+            attend(x, x, x, bias=one, backend=backend)

@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Mask, str]] = {
     "a signature": (SameEverywhere(), "signature is the same for queries .* and queries .* at the pair of query"),
     "intervals": (WrongIntervals(), "intervals keep the pair of query position 0 and key position 1"),
     "keep by index": (ByIndex(), "keep is not pointwise: it gives"),
-    "a shape": (OneForAll(), re.escape("keep returned [3, 5] for positions that broadcast to [1, 3, 40, 40]")),
+    "a shape": (OneForAll(), re.escape("keep returned bool [3, 5] for positions that broadcast to [1, 3, 40, 40]")),
     "a type": (OfInts(), "keep returned torch.int64; expected a bool tensor"),
     "heads that differ": (PerHead(), "broadcast_shape says that heads are alike, and keep differs"),
     "heads of another call": (TooManyHeads(), "broadcast_shape has 5 heads and the call 3: expected 1 or these"),

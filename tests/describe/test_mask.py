@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from regard import (
     draw,
     explain,
 )
+from regard.extend import spec
 
 PICTURES = {
     "a window counts the query itself": (Causal() & Window(2), "█··· ██·· ·██· ··██"),
@@ -350,6 +351,13 @@ def test_negative_lengths_are_refused_when_a_call_reads_them(kind: Any, queries:
         attend(q, k, k, mask=kind(torch.tensor([3, -1])))
 
 
+@pytest.mark.parametrize("kind", [KeyLengths, Prefix, Documents])
+def test_a_tensor_that_is_negated_when_it_is_read_has_its_negated_elements(kind: Any):
+    x = torch.randn(3, 1, 3, 8)
+    lazy, plain = cast(Any, torch)._neg_view(torch.tensor([-1, -1, -2])), torch.tensor([1, 1, 2])
+    assert torch.equal(attend(x, x, x, mask=kind(lazy)), attend(x, x, x, mask=kind(plain)))
+
+
 def test_lengths_above_the_keys_keep_all_keys():
     q = torch.randn(2, 2, 5, 8)
     assert torch.equal(
@@ -371,3 +379,54 @@ def test_global_tokens_are_seen_by_queries_before_the_first_key(queries: int, ke
     q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
     expected = attend(q, k, k, mask=Global((position,)), backend="reference64")
     torch.testing.assert_close(attend(q, k, k, mask=Global((position,))), expected)
+
+
+def _of(**methods: Any) -> Mask:
+    """A mask of a class of a user with these methods."""
+    return spec(type("Own", (Mask,), {"__module__": __name__, "keep": lambda self, b, h, q, k: k <= q} | methods))()
+
+
+KEPT = {
+    "floats": (lambda self, b, h, q, k: (k - q).float(), "keep returned torch.float32; expected a bool tensor"),
+    "integers": (lambda self, b, h, q, k: k - q, "keep returned torch.int64; expected a bool tensor"),
+    "nothing": (lambda self, b, h, q, k: None, "keep returned NoneType; expected a bool tensor"),
+    "a truth value": (lambda self, b, h, q, k: True, "keep returned bool; expected a bool tensor"),
+    "another shape": (
+        lambda self, b, h, q, k: torch.ones(3, 5, dtype=torch.bool),
+        r"keep returned bool \[3, 5\] for positions that broadcast to .*: expected that shape, or one that broadcasts",
+    ),
+}
+CALLS = {"draw": lambda m: draw(m, 4, 4), "attend": lambda m: attend(*[torch.ones(1, 1, 4, 8)] * 3, mask=m)}
+COMBINED = {"alone": lambda m: m, "and": lambda m: m & Window(9), "or": lambda m: Window(2) | m, "not": lambda m: ~m}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED)
+@pytest.mark.parametrize("name", KEPT)
+def test_the_keep_of_a_mask_gives_a_bool_tensor_of_the_shape_of_its_positions(name: str, combined: Any, call: Any):
+    keep, says = KEPT[name]
+    with pytest.raises(ProblemError, match=rf"^Own\(\): {says}"):
+        call(combined(_of(keep=keep)))
+
+
+def test_a_combined_mask_of_whole_positions_is_a_truth_value():
+    assert (Causal() & ~Prefix(1)).keep(0, 0, 3, 2) is True
+
+
+BOUNDS = {
+    "a number": 3,
+    "nothing": None,
+    "truth values": (True, True),
+    "floats": (np.ones(1), np.ones(1)),
+    "another length": (np.ones(999, dtype=bool), np.ones(999, dtype=bool)),
+    "tensors": (torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED)
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_the_bounds_of_a_mask_are_two_arrays_with_an_element_for_each_rectangle(bounds: Any, combined: Any):
+    mask, x = combined(_of(bounds=lambda self, r: bounds)), torch.ones(1, 1, 4, 8)
+    says = r"^Own\(\): bounds returned .*; expected a tuple \(some, all\) of two bool arrays of shape \[1\]"
+    with pytest.raises(ProblemError, match=says):
+        attend(x, x, x, mask=mask)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from regard import ProblemError, observe_calls
+from regard import Causal, ProblemError, observe_calls
 from regard.flex import create_block_mask, flex_attention
 from regard.flex.trace import element_by_element
 from tests.flex.definition import Mod, attended
@@ -182,6 +182,37 @@ def test_a_long_mask_costs_a_small_part_of_its_pairs(name: str, monkeypatch: pyt
 def test_a_mask_mod_that_gives_no_bools_is_refused():
     with pytest.raises(ProblemError, match=r"mask_mod returned torch.int64: expected a bool tensor"):
         create_block_mask(lambda b, h, q, k: q - k, None, None, 64, 64, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block", "says"),
+    [
+        ((None, None, -8, 8), 128, "Q_LEN is -8: expected at least 0 tokens"),
+        ((None, None, 8, 8.0), 128, "KV_LEN is 8.0: expected a whole number of tokens"),
+        ((-1, None, 8, 8), 128, "B is -1: expected at least 0 batch rows"),
+        ((None, "2", 8, 8), 128, "H is '2': expected a whole number of heads"),
+        ((None, None, 8, 8), 0, "BLOCK_SIZE is 0: expected at least 1 tokens per side"),
+        ((None, None, 8, 8), (4, 2.5), "BLOCK_SIZE is 2.5: expected a whole number of tokens per side"),
+        ((None, None, 8, 8), (1, 2, 3), r"BLOCK_SIZE is \(1, 2, 3\): expected tokens per side, or \(queries, keys\)"),
+    ],
+)
+def test_sizes_are_whole_numbers(sizes: Any, block: Any, says: str):
+    with pytest.raises(ProblemError, match=f"^{says}"):
+        create_block_mask(lambda b, h, q, k: q >= k, *sizes, device="cpu", BLOCK_SIZE=block)
+
+
+def test_a_batch_may_be_empty_as_in_torch():
+    for sizes in ((0, None, 8, 8), (None, 0, 8, 8), (None, None, 0, 8)):
+        ours, theirs = (
+            f(lambda b, h, q, k: q >= k, *sizes, "cpu") for f in (create_block_mask, of_torch.create_block_mask)
+        )
+        assert ours.shape == theirs.shape
+
+
+@pytest.mark.parametrize("wrong", [3, Causal()])
+def test_a_block_mask_is_torchs_own_class(wrong: Any):
+    with pytest.raises(ProblemError, match=r"^block_mask is .*: expected what create_block_mask makes, or None"):
+        flex_attention(*[torch.ones(1, 1, 8, 8)] * 3, block_mask=wrong)
 
 
 def test_a_mask_mod_that_reads_positions_raises_as_in_torch():

@@ -2,7 +2,7 @@
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_an_encoder_of_sounds_that_attends_by_itself_gets_the_mask_that_it_compu
 
     def run() -> Tensor:
         with torch.no_grad():
-            return m.model.audio_tower(heard, real).last_hidden_state
+            return cast(Any, m).model.audio_tower(heard, real).last_hidden_state
 
     m.set_attn_implementation("eager")
     eager = run()

@@ -383,6 +383,10 @@ def test_sizes_and_words_that_do_not_fit_are_refused(more, said):
 def test_calls_that_do_not_fit_are_refused():
     with pytest.raises(ProblemError, match=r"x has shape \[2, 11, 7\]: expected \[batch, tokens, 31\]"):
         made("as in the paper")(torch.zeros(2, 11, 7).double())
+    with pytest.raises(ProblemError, match=r"x is int: expected a tensor \[batch, tokens, 31\]"):
+        made("as in the paper")(3)
+    with pytest.raises(ProblemError, match=r"cache is 3: expected a regard.cache.KVCache, or None"):
+        made("as in the paper")(tokens(), cache=3)
     with pytest.raises(ProblemError, match="positions= needs a module with a position"):
         made("without a part with position")(tokens(), positions=3)
 

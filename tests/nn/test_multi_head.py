@@ -395,6 +395,8 @@ def test_it_shows_what_it_is():
         ({"mask": torch.ones(3, 3) > 0}, r"mask is a tensor.*TensorMask\(t\)"),
         ({"bias": Causal()}, r"bias is Causal"),
         ({"dropout": 1.5}, r"dropout is 1\.5"),
+        ({"sink": 3}, "sink is 3: expected True or False"),
+        ({"qk_norm": "no"}, "qk_norm is 'no': expected True or False"),
         ({"softcap": -1.0}, r"softcap is -1\.0"),
     ],
 )
@@ -407,6 +409,13 @@ def test_a_call_that_makes_no_sense_is_named():
     module, cross, x = MultiHeadAttention(24, 6), MultiHeadAttention(24, 6, context_dim=5), torch.randn(2, 7, 24)
     with pytest.raises(ProblemError, match=r"x has shape \[7, 24\].*\[batch, tokens, 24\]"):
         module(x[0])
+    for wrong, words, said in (
+        (3, {}, r"x is int: expected a tensor \[batch, tokens, 24\]"),
+        (x, {"context": [1.0]}, r"context is list: expected a tensor \[batch, context_tokens, 24\]"),
+        (x, {"cache": 3}, "cache is 3: expected a regard.cache.KVCache, or None"),
+    ):
+        with pytest.raises(ProblemError, match=said):
+            module(wrong, **words)
     with pytest.raises(ProblemError, match=r"need a context of width 5: pass context"):
         cross(x)
     with pytest.raises(ProblemError, match=r"context has shape \[2, 7, 24\].*\[2, context_tokens, 5\]"):

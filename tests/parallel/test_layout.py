@@ -1,9 +1,11 @@
 """Layouts hold every token once, and their pair counts are those of the mask."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +127,27 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
         Layout.zigzag(8, 2).unshard([torch.zeros(4), torch.zeros(3)], dim=0)
     with pytest.raises(ProblemError, match=r"rank 2 in a layout of 8 tokens on 2 ranks"):
         Layout.zigzag(8, 2).positions(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Layout.contiguous(8.0, 2), "8.0 tokens in 2 parts: expected whole numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout.zigzag(8, True), "8 tokens in True parts: expected whole numbers"),
+        (lambda: Layout.balanced(8, 0, None), "8 tokens in 0 parts: expected whole numbers"),
+        (lambda: Layout.striped(8, 2, block=1.5), r"block=1.5\): expected a whole number of tokens"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: Layout.balanced(8, 2, None, sending=-1),
+            r"sending=-1\): expected a finite number of pairs, 0 or more",
+        ),
+        (lambda: Layout.balanced(8, 2, None, sending=math.nan), r"sending=nan\): expected a finite number of pairs"),
+        (lambda: Layout.balanced(8, 2, None, sending=True), r"sending=True\): expected a finite number of pairs"),
+        (lambda: Layout.balanced(8, 2, 3), "mask is 3: expected a regard Mask, a regard.cost.Pattern, or None"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_makes_no_layout_is_an_error(make: Any, said: str) -> None:
+    with pytest.raises(ProblemError, match=said):
+        make()
 
 
 def test_layouts_and_the_counts_of_patterns_need_no_torch() -> None:

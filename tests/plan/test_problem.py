@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "a scale beyond floats": ((Q, K, V), {"scale": 10**400}, "expected a number up to 1.79"),
     "a softcap beyond floats": ((Q, K, V), {"softcap": 10**400}, "expected a number up to 1.79"),
     "a learned scale": ((Q, K, V), {"scale": torch.ones(())}, "scale is a tensor: expected a number"),
+    "a scale of numpy": ((Q, K, V), {"scale": np.float32(0.5)}, r"float32\(0.5\): expected a number, as a Python int"),
     "a scale in words": ((Q, K, V), {"scale": "x"}, "scale is 'x': expected a number"),
     "no dropout": ((Q, K, V), {"dropout": None}, "expected a probability"),
     "softcap 0": ((Q, K, V), {"softcap": 0.0}, "above 0, or None for no cap"),
@@ -65,6 +67,8 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "sink per key head": ((Q, K, V), {"sink": torch.zeros(8)}, r"a logit per query head, \[32\]"),
     "sink elsewhere": ((Q, K, V), {"sink": torch.zeros(32, device="meta")}, "one device"),
     "offset": ((Q, K, V), {"offset": 1.5}, "offset is 1.5: expected an int"),
+    "an offset of one bool": ((Q, K, V), {"offset": torch.tensor(True)}, r"offset is tensor\(True\): expected an int"),
+    "an offset of one bool in a list": ((Q, K, V), {"offset": torch.tensor([True])}, r"offset is tensor\(\[True\]\)"),
     "an offset beyond 64 bits": ((Q, K, V), {"offset": 2**63}, "offset is 9223372036854775808: expected an int from"),
     "an offset far before": ((Q, K, V), {"offset": -(2**63) - 1, "mask": Causal()}, "expected an int from"),
     "positions that would wrap": ((Q, K, V), {"offset": 2**63 - 1, "mask": Causal()}, "expected an int from"),

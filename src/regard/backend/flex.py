@@ -63,7 +63,7 @@ class Flex(Backend):
             f"the score {p.score} is not known to it": p.score is not None,
             f"the function of the score in {p.bias} is not known to it": p.changes_scores,
             "it has no gradients on cpu": cpu and p.grad,
-            "it has no log-sum-exp on cpu, which a State and a sink need": cpu and (p.lse or p.sink),
+            "it has no log-sum-exp on cpu, which a State, a sink and observers need": cpu and (p.lse or p.sink),
             "it has no vmap or forward-mode derivative": p.transformed,
             f"it needs 16 dimensions on cuda, and has {p.qk_dim} and {p.v_dim}": not cpu
             and min(p.qk_dim, p.v_dim) < 16,

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Backend, Kernel
 from regard.backend.tile_products import products, weighted_values
+from regard.describe.bias import values_of
 from regard.describe.score import Score
 from regard.describe.score_function import ScoreFunction
 from regard.plan.checks import is_finite
@@ -292,7 +293,7 @@ def _with_bias(block: _Block, scores: Tensor, first: int, q: Tensor, pieces: lis
     assert bias is not None
     if isinstance(bias, ScoreFunction):
         return bias.changed(scores, b, h, query, key)
-    return scores + reduce(add, (term.value(b, h, query, key).to(q.dtype) for term in bias.terms()))
+    return scores + reduce(add, (values_of(term, b, h, query, key).to(q.dtype) for term in bias.terms()))
 
 
 def _joined(states: list[State], dim: int) -> State:

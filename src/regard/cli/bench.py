@@ -8,7 +8,7 @@ from regard.cli.argument_types import count
 from regard.cli.expression_names import BIASES, MASKS, check_names
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.cli.progress import progress_bars
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 
 if TYPE_CHECKING:
     from regard.bench.case import Case
@@ -71,15 +71,28 @@ def run(args: argparse.Namespace) -> int:
             f"{case.name} takes {size / 2**30:,.0f} GiB, and this machine has {MEMORY / 2**30:,.0f}: ask for fewer "
             "tokens, heads or rows."
         )
-    with progress_bars() as progress:
-        result = measure(
-            case, dtype, args.threads or torch.get_num_threads(), effort(args.rounds),
-            progress=lambda done, total: progress("measuring", done, total),
-        )  # fmt: skip
+    try:
+        with progress_bars() as progress:
+            result = measure(
+                case, dtype, args.threads or torch.get_num_threads(), effort(args.rounds),
+                progress=lambda done, total: progress("measuring", done, total),
+            )  # fmt: skip
+    except RefusalError as error:
+        raise _in_one_line(error) from None
     write_json(args.json, asdict(result))
     if args.json != STDOUT:
         print(table(result))
     return 130 if result.interrupted else 0
+
+
+def _in_one_line(error: RefusalError) -> RefusalError:
+    """The error with its reasons as parts of one sentence, and with the option in place of the argument."""
+    head, *lines = (line.strip() for line in str(error).splitlines())
+    reasons = [line for line in lines if not line.startswith("Leave backend=")]
+    if not reasons:
+        return error
+    hint = " Leave --backend out to let regard choose." if len(reasons) < len(lines) else ""
+    return RefusalError(f"{head.removesuffix('.')}: {'; '.join(reasons)}.{hint}")
 
 
 def _check(args: argparse.Namespace) -> None:

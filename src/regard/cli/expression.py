@@ -5,7 +5,7 @@ The text is parsed, never evaluated: only regard's masks and biases, `& | ~ +`, 
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,13 @@ TENSORS: dict[type[Spec], torch.dtype] = {
     TensorBias: torch.float32,
 }
 """Classes whose lists become tensors, and the type of the tensor."""
+
+ELEMENTS: dict[torch.dtype, tuple[str, Callable[[object], bool]]] = {
+    torch.int64: ("whole numbers", lambda x: type(x) is int),
+    torch.bool: ("True, False, 1 or 0", lambda x: isinstance(x, int) and x in (0, 1)),
+    torch.float32: ("numbers", lambda x: type(x) in (int, float)),
+}
+"""What a list may have for each type, in words and as a test: `torch.tensor` would truncate or convert the rest."""
 
 PAIRED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
@@ -141,8 +148,12 @@ def _combine(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> A
 
 def _make(node: ast.expr, kind: type[Spec], arguments: list[ast.expr], named: list[ast.keyword]) -> Spec:
     read = lambda part: _tensor(kind, _value(part))  # noqa: E731
+    names = [str(part.arg) for part in named]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ProblemError(f"{_short(ast.unparse(node))} has {twice}= more than once: expected it once.")
     try:
-        return kind(*map(read, arguments), **{str(part.arg): read(part.value) for part in named})
+        return kind(*map(read, arguments), **{name: read(part.value) for name, part in zip(names, named, strict=True)})
     except ProblemError:
         raise
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, OverflowError) as error:
@@ -150,7 +161,21 @@ def _make(node: ast.expr, kind: type[Spec], arguments: list[ast.expr], named: li
 
 
 def _tensor(kind: type[Spec], value: Any) -> Any:
-    return torch.tensor(value, dtype=TENSORS[kind]) if isinstance(value, list) and kind in TENSORS else value
+    if not isinstance(value, list) or kind not in TENSORS:
+        return value
+    expected, fits = ELEMENTS[TENSORS[kind]]
+    for element in _elements(value):
+        if not fits(element):
+            raise ProblemError(f"a list of {kind.__name__} has {element!r}: expected {expected}.")
+    return torch.tensor(value, dtype=TENSORS[kind])
+
+
+def _elements(values: list[Any]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _elements(value)
+        else:
+            yield value
 
 
 def _short(text: str) -> str:

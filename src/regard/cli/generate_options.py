@@ -39,6 +39,8 @@ POLICIES = {
 SINKS = 4
 """Default sink tokens of a window: Xiao et al. 2023, arXiv:2309.17453, table 2."""
 
+SINKS_HELP = f"first tokens kept by --window (default: {SINKS}, or all but one of the window if that is less)"
+
 EVERY = 16
 """Tokens above the budget after which a policy evicts: each eviction copies the tokens that stay."""
 
@@ -68,7 +70,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         help="rotate keys and values by a Hadamard matrix before they are quantised (int8, int4, fp8)",
     )
     group.add_argument("--window", type=size, metavar="N", help="keep the first and the last tokens, N in all")
-    group.add_argument("--sinks", type=count(0), metavar="N", help=f"first tokens kept by --window (default: {SINKS})")
+    group.add_argument("--sinks", type=count(0), metavar="N", help=SINKS_HELP)
     group.add_argument("--page-size", type=size, metavar="N", help="keep tokens in pages of N")
     group.add_argument("--evict", choices=list(POLICIES), help="evict tokens by this policy when --budget is reached")
     group.add_argument("--budget", type=budget, metavar="N", help="tokens that --evict keeps, or a share such as 0.25")

@@ -56,11 +56,11 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def _read_file(name: str) -> bytes:
+    path = Path(name)
     try:
-        path = Path(name)
-        if path.is_dir():
-            raise ProblemError(f"{name} is a folder: --prompt-file takes a text file.")
         return path.read_bytes()
+    except IsADirectoryError:
+        raise ProblemError(f"{name} is a folder: --prompt-file takes a text file.") from None
     except FileNotFoundError:
         raise ProblemError(f"there is no file {_short(name)}.") from None
     except (OSError, ValueError) as error:

@@ -9,12 +9,14 @@
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 from regard.cost.expected import Planned, expected_seconds
 from regard.cost.machine import Machine
-from regard.cost.machines import find_machine
+from regard.cost.machines import machine_or_none
 from regard.cost.products import attention_flops, attention_gradient_flops
 from regard.cost.traffic import naive_elements, tiled_elements
+from regard.errors import ProblemError
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,12 @@ def call_cost(plan: Planned, *, machine: Machine | str | None = None) -> CallCos
         machine: its limits, or its name; None: no times.
 
     Raises:
-        ProblemError: there is no such machine, or it has no products of the call's type.
+        ProblemError: it is no plan; there is no such machine, or it has no products of the call's type.
     """
+    if not isinstance(cast(object, plan), Planned):
+        raise ProblemError(f"call_cost takes a plan, and got {type(plan).__name__}: regard.explain(q, k, v) makes one.")
     p, pairs = plan.problem, plan.schedule.pairs
-    machine = find_machine(machine) if isinstance(machine, str) else machine
+    machine = machine_or_none(machine)
     item, heads = p.dtype.itemsize, p.batch * p.heads
     flops = attention_flops(pairs, p.score_dim, p.v_dim)
     dims = (p.queries, p.keys, p.qk_dim, p.v_dim)

@@ -16,7 +16,7 @@ a share of its own (`gradient_share`).
 The numbers are measured with the limits (`regard.bench.this_machine`), on five calls.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from regard.cost.machine import Efficiency, Machine
 from regard.cost.work import Parts, Work
@@ -35,6 +35,7 @@ EFFICIENCY = {"float32": Efficiency(0.84, 1.7, 0.4), "bfloat16": Efficiency(0.77
 docs/performance/zen5.md. They are shares of the peak of vector products, not of AMX."""
 
 
+@runtime_checkable
 class Planned(Protocol):
     """What a plan says: its sizes, its tiles, and the least bytes it moves. `regard.Plan` is one."""
 

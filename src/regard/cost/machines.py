@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import cast
 
 from regard.cost.machine import Machine
 from regard.cost.near_names import unknown_name
@@ -42,6 +43,19 @@ def find_machine(name: str) -> Machine:
     if plain not in names:
         raise unknown_name("machine", plain, machine_names())
     return _times(_machine(names[plain]), count)
+
+
+def machine_or_none(machine: Machine | str | None) -> Machine | None:
+    """The machine that is given as itself or by its name; None for None.
+
+    Raises:
+        ProblemError: there is no such machine, or it is of another type.
+    """
+    if isinstance(machine, str):
+        return find_machine(machine)
+    if not isinstance(cast(object, machine), Machine | None):
+        raise ProblemError(f"machine is {machine!r}: expected a name such as 'h100', a regard.cost.Machine, or None.")
+    return machine
 
 
 def _this_machine(name: str) -> Machine:

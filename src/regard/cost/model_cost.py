@@ -3,18 +3,18 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from regard.cost.expected import expected_pass
 from regard.cost.fit import crossing, largest_batch, largest_context, weight_bytes
 from regard.cost.machine import Machine
-from regard.cost.machines import find_machine
+from regard.cost.machines import machine_or_none
 from regard.cost.model import Latent, Layer, Model
 from regard.cost.near_names import unknown_name
 from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
 from regard.cost.published import load_model
-from regard.cost.storage import ITEMS, Storage, cache_bytes, state_bytes, token_bytes
+from regard.cost.storage import ITEMS, Storage, cache_bytes, check_count, state_bytes, token_bytes
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory
 from regard.cost.work import Parts, forward, prompt_call, step_call, training_step
@@ -43,9 +43,8 @@ class ModelCost:
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("context", self.context), ("batch", self.batch)):
-            if value < 1:
-                raise ProblemError(f"{name} {value}: expected 1 or more.")
+        for name in ("context", "batch"):
+            check_count(self, name, 1)
         if self.model.positions and self.context > (self.model.context or self.context):
             raise ProblemError(
                 f"{self.model.name} has {self.model.context:,} learned positions, and a context of {self.context:,} "
@@ -293,17 +292,24 @@ def cost(
         machine: its limits, or its name; None: no times.
 
     Raises:
-        ProblemError: a name is not known, or a size is out of range.
+        ProblemError: a name is not known, an argument is of another type, or a size is out of range.
 
     >>> c = cost("llama-2-70b", context=32768, machine="8xh100")
     >>> c.cache_bytes / 2**30, c.fits
     (10.0, True)
     """
     model = load_model(model) if isinstance(model, str) else model
-    machine = find_machine(machine) if isinstance(machine, str) else machine
-    if dtype not in ITEMS:
-        raise unknown_name("dtype", dtype, list(ITEMS))
+    if not isinstance(cast(object, model), Model):
+        raise ProblemError(
+            f"model is {model!r}: expected the name of a published model, a folder with a config.json, or a "
+            "regard.cost.Model."
+        )
+    machine = machine_or_none(machine)
+    if str(dtype) not in ITEMS:
+        raise unknown_name("dtype", str(dtype), list(ITEMS))
     storage = Storage(storage or dtype) if storage is None or isinstance(storage, str) else storage
+    if not isinstance(cast(object, storage), Storage):
+        raise ProblemError(f"storage is {storage!r}: expected a name such as 'int8', a regard.cost.Storage, or None.")
     tokens = model.context if context is None else context
     if tokens is None:
         raise ProblemError(f"{model.name} has no longest context: give context, in tokens.")

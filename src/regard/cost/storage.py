@@ -10,6 +10,7 @@
 The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`); pages are allocated whole.
 """
 
+import operator
 from dataclasses import dataclass
 
 from regard.cost.model import Attention, Model
@@ -48,17 +49,36 @@ class Storage:
 
     def __post_init__(self) -> None:
         if self.kind not in (*ITEMS, *CODECS):
-            raise unknown_name("storage", self.kind, sorted({*ITEMS, *CODECS}))
+            raise unknown_name("storage", str(self.kind), sorted({*ITEMS, *CODECS}))
+        for name, least in (("group", None), ("residual", 0), ("sinks", 0)):
+            check_count(self, name, least)
+        if self.page is not None:
+            check_count(self, "page", 1)
         if self.group < 16 or self.group % 16:
             raise ProblemError(f"group {self.group}: expected a multiple of 16 tokens, 16 or more.")
-        for name, value, least in (("residual", self.residual, 0), ("sinks", self.sinks, 0), ("page", self.page, 1)):
-            if value is not None and value < least:
-                raise ProblemError(f"{name} {value}: expected {least} or more.")
 
     @property
     def is_coded(self) -> bool:
         """Whether keys and values are codes."""
         return self.kind in CODECS
+
+
+def check_count(owner: object, name: str, least: int | None) -> None:
+    """Replace the field of a frozen dataclass by the same number as a Python int.
+
+    Raises:
+        ProblemError: not an integer, or less than `least`.
+    """
+    value = getattr(owner, name)
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None:
+        raise ProblemError(f"{name} {value!r}: expected a whole number.")
+    if least is not None and count < least:
+        raise ProblemError(f"{name} {count}: expected {least} or more.")
+    object.__setattr__(owner, name, count)
 
 
 def stored_bytes(a: Attention, context: int, storage: Storage, item: int) -> int:

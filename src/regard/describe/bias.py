@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from regard.describe.mask import CallSizes, Positions, as_tensors
+from regard.describe.mask import CallSizes, Positions, as_tensors, wrong_shape
 from regard.describe.not_a_spec import instead, received
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Spec, spec
@@ -65,6 +65,20 @@ class Bias(Spec):
     __or__ = __and__
 
 
+def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+    """`bias.value` of these positions.
+
+    Raises:
+        ProblemError: `value` returns no tensor that broadcasts to the positions.
+    """
+    values = cast(object, bias.value(b, h, q, k))  # of a user's bias, anything
+    if not isinstance(values, Tensor):
+        raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {type(values).__name__}; expected a tensor.")
+    if (wrong := wrong_shape(values, b, h, q, k)) is not None:
+        raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {wrong}.")
+    return values
+
+
 def _bias(other: object) -> Bias:
     if isinstance(other, Bias):
         return other
@@ -80,7 +94,7 @@ class Sum(Bias):
     b: Bias
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.a.value(b, h, q, k) + self.b.value(b, h, q, k)
+        return values_of(self.a, b, h, q, k) + values_of(self.b, b, h, q, k)
 
     def bind(self, sizes: CallSizes) -> Bias:
         return Sum(self.a.bind(sizes), self.b.bind(sizes))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, kept_pairs, marked
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, kept_pairs, marked
 from regard.describe.spec import deserialize
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -93,17 +93,7 @@ def _all_pairs(mask: Mask, sizes: CallSizes) -> Bools:
 
 
 def _keep(mask: Mask, positions: tuple[Any, ...], shape: tuple[int, ...]) -> Bools:
-    kept = cast(object, kept_pairs(mask, *positions))
-    if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
-        what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
-        raise ProblemError(f"{mask!r}: keep returned {what}; expected a bool tensor.")
-    try:
-        return kept.expand(shape).numpy()
-    except RuntimeError:
-        raise ProblemError(
-            f"{mask!r}: keep returned {list(kept.shape)} for positions that broadcast to {list(shape)}: expected that "
-            "shape, or one that broadcasts to it."
-        ) from None
+    return kept_pairs(mask, *positions).expand(shape).numpy()
 
 
 def _check_broadcast_shape(c: _Checked) -> None:
@@ -135,7 +125,7 @@ def _check_pointwise(c: _Checked, random: np.random.Generator) -> None:
 
 
 def _check_bounds(c: _Checked, r: Rectangles) -> None:
-    some, every = c.mask.bounds(r)
+    some, every = bounds_of(c.mask, r)
     for i in range(len(r.b)):
         pattern = c.pattern(r, i)
         if not some[i] and pattern.any():

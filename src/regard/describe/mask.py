@@ -10,7 +10,8 @@ A mask answers two questions about *positions* (query i of a call is at position
 `mask_by_rule.py` (arithmetic on positions), `mask_by_table.py` (tensors) and `mask_function.py` (a Python function).
 """
 
-from typing import Any, NamedTuple, NoReturn
+import reprlib
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -199,10 +200,10 @@ class And(Pair):
     b: Mask
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.a.keep(b, h, q, k) & self.b.keep(b, h, q, k)
+        return kept_pairs(self.a, b, h, q, k) & kept_pairs(self.b, b, h, q, k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
+        (some_a, all_a), (some_b, all_b) = bounds_of(self.a, r), bounds_of(self.b, r)
         return some_a & some_b, all_a & all_b
 
     def intervals(self, sizes: CallSizes) -> Union:
@@ -221,10 +222,10 @@ class Or(Pair):
     b: Mask
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.a.keep(b, h, q, k) | self.b.keep(b, h, q, k)
+        return kept_pairs(self.a, b, h, q, k) | kept_pairs(self.b, b, h, q, k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
+        (some_a, all_a), (some_b, all_b) = bounds_of(self.a, r), bounds_of(self.b, r)
         return some_a | some_b, all_a | all_b
 
     def intervals(self, sizes: CallSizes) -> Union:
@@ -243,10 +244,10 @@ class Not(Mask):
     a: Mask
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.a.keep(b, h, q, k) ^ True  # right for a Python bool as well, where ~ is not
+        return kept_pairs(self.a, b, h, q, k) ^ True  # right for a Python bool as well, where ~ is not
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        some, every = self.a.bounds(r)
+        some, every = bounds_of(self.a, r)
         return ~every, ~some
 
     def intervals(self, sizes: CallSizes) -> Union:
@@ -268,7 +269,7 @@ class Not(Mask):
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
     """The mask's signature, replaced by ALL or NONE where its bounds decide."""
-    (some, every), own = mask.bounds(r), mask.signature(r)
+    (some, every), own = bounds_of(mask, r), mask.signature(r)
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 
 
@@ -283,10 +284,11 @@ def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Position
     """`mask.keep` of these positions.
 
     Raises:
-        ProblemError: `keep` uses a tensor of many positions as a single condition, as a Python `if` does.
+        ProblemError: `keep` uses a tensor of many positions as a single condition, as a Python `if` does; or it
+            returns no bool tensor that broadcasts to the positions.
     """
     try:
-        return mask.keep(b, h, q, k)
+        kept = mask.keep(b, h, q, k)
     except RuntimeError as error:
         if "Boolean value of Tensor" not in str(error):
             raise
@@ -294,6 +296,59 @@ def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Position
             f"{mask!r} uses a tensor as a condition of `if`, `and`, `or` or `not`: b, h, q and k are tensors of many "
             "positions at once. Combine conditions with & | ~, and choose between two with torch.where."
         ) from error
+    if (wrong := wrong_kept(kept, b, h, q, k)) is not None:
+        raise ProblemError(f"{mask!r}: keep returned {wrong}")
+    return kept
+
+
+def wrong_kept(kept: object, *positions: Positions) -> str | None:
+    """What is wrong with the result of a predicate for these positions, for an error message; None if it is right."""
+    if isinstance(kept, bool) and not any(isinstance(p, Tensor) for p in positions):
+        return None
+    if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+        return f"{kept.dtype if isinstance(kept, Tensor) else type(kept).__name__}; expected a bool tensor."
+    if (wrong := wrong_shape(kept, *positions)) is None:
+        return None
+    return (
+        f"bool {wrong}. It is called tile by tile: compute with b, h, q and k, and index tables by them, such as "
+        "table[q, k]."
+    )
+
+
+def wrong_shape(result: Tensor, *positions: Positions) -> str | None:
+    """What is wrong with the shape of a result for these positions, for an error message; None if it broadcasts."""
+    shapes = [tuple(p.shape) for p in positions if isinstance(p, Tensor)]
+    axes = max([0, *map(len, shapes)])
+    columns = zip(*((1,) * (axes - len(shape)) + shape for shape in shapes), strict=True)
+    sizes = [next((size for size in column if size != 1), 1) for column in columns]  # broadcast_shapes takes 20 us
+    own = (1,) * (axes - result.ndim) + tuple(result.shape)
+    if len(own) == axes and all(n in (1, size) for n, size in zip(own, sizes, strict=True)):
+        return None
+    return (
+        f"{list(result.shape)} for positions that broadcast to {sizes}: expected that shape, or one that "
+        "broadcasts to it"
+    )
+
+
+def bounds_of(mask: Mask, r: Rectangles) -> tuple[Bools, Bools]:
+    """`mask.bounds` of these rectangles.
+
+    Raises:
+        ProblemError: `bounds` returns no two bool arrays with an element for each rectangle.
+    """
+    bounds = cast(object, mask.bounds(r))  # of a user's mask, anything
+    if not isinstance(bounds, tuple) or [_form(part) for part in cast("tuple[object, ...]", bounds)] != [len(r.b)] * 2:
+        raise ProblemError(
+            f"{mask!r}: bounds returned {reprlib.repr(bounds)}; expected a tuple (some, all) of two bool arrays of "
+            f"shape [{len(r.b)}], with an element for each rectangle."
+        )
+    return cast("tuple[Bools, Bools]", bounds)
+
+
+def _form(part: object) -> int | None:
+    """The elements of a bool array of one axis; None for anything else."""
+    is_bools = isinstance(part, np.ndarray) and part.dtype == np.bool_ and part.ndim == 1
+    return len(cast(Bools, part)) if is_bools else None
 
 
 def as_tensors(*positions: Positions) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from regard.describe.mask import CallSizes, Mask, Positions, as_tensors
+from regard.describe.mask import CallSizes, Mask, Positions, as_tensors, wrong_kept
 from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.torch_internals import ignore_torch_function
@@ -49,11 +49,10 @@ class MaskFunction(Mask):
             _check_takes_four(self.fn)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        kept = cast(object, self.fn(*as_tensors(b, h, q, k)))  # a user's function may return anything
-        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
-            what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
-            raise ProblemError(f"MaskFunction: fn(b, h, q, k) returned {what}; expected a bool tensor.")
-        _check_broadcasts(kept, b, h, q, k)
+        positions = as_tensors(b, h, q, k)
+        kept = self.fn(*positions)
+        if (wrong := wrong_kept(kept, *positions)) is not None:
+            raise ProblemError(f"MaskFunction: fn(b, h, q, k) returned {wrong}")
         return kept
 
     def broadcast_shape(self) -> tuple[int, int]:
@@ -73,18 +72,6 @@ class MaskFunction(Mask):
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         return f"MaskFunction({parts[0]})"
-
-
-def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
-    """Raise `ProblemError` unless the result of a predicate broadcasts to the shape of the positions."""
-    sizes = torch.broadcast_shapes(*(p.shape for p in as_tensors(*positions)))
-    shape = (1,) * (len(sizes) - kept.ndim) + tuple(kept.shape)
-    if len(shape) != len(sizes) or any(own not in (1, size) for own, size in zip(shape, sizes, strict=True)):
-        raise ProblemError(
-            f"MaskFunction: fn(b, h, q, k) returned bool {list(kept.shape)} for positions that broadcast to "
-            f"{list(sizes)}: expected that shape, or one that broadcasts to it. The function is called tile by tile: "
-            "compute with b, h, q and k, and index tables by them, such as table[q, k]."
-        )
 
 
 def _check_takes_four(fn: Callable[..., Any]) -> None:

@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from regard.describe.interval import Edge, Interval, Union, intersection
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, is_made_of, marked
+from regard.describe.mask import (
+    Bools,
+    CallSizes,
+    Ints,
+    Mask,
+    Positions,
+    Rectangles,
+    bounds_of,
+    is_made_of,
+    kept_pairs,
+    marked,
+)
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Prefix, Window
 from regard.describe.spec import spec
 from regard.errors import ProblemError
@@ -53,14 +64,14 @@ class Ragged(Mask):
         device = next((x.device for x in (k, q, b, h) if isinstance(x, Tensor)), "cpu")
         lengths = torch.tensor(self.lengths, device=device)[b]
         own = k < lengths
-        return own if self.inner is None else own & self.inner.keep(b, h, q - (self._keys - lengths), k)
+        return own if self.inner is None else own & kept_pairs(self.inner, b, h, q - (self._keys - lengths), k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         lengths = self._of_rows(r)
         some, every = r.k0 < lengths, r.k1 <= lengths
         if self.inner is None:
             return some, every
-        some_inner, every_inner = self.inner.bounds(self._moved(r))
+        some_inner, every_inner = bounds_of(self.inner, self._moved(r))
         return some & some_inner, every & every_inner
 
     def intervals(self, sizes: CallSizes) -> Union:

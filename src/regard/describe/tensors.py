@@ -183,7 +183,7 @@ def elements(tensor: Tensor) -> np.ndarray:
     array([0, 1, 2])
     """
     with ignore_func_transforms():
-        return without_gradient_wrappers(tensor).detach().cpu().numpy()
+        return without_gradient_wrappers(tensor).detach().resolve_neg().cpu().numpy()
 
 
 def _content(tensor: Tensor) -> Hashable:

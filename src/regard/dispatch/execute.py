@@ -6,13 +6,15 @@ see them; the rows that do are computed by the next backend, one that selects in
 """
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from regard.backend.contract import Backend
-from regard.dispatch.choose import Plan, choose, refused
-from regard.errors import RefusalError
+from regard.describe.not_a_spec import received
+from regard.dispatch.choose import BACKENDS, Plan, choose, refused
+from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import is_finite
 from regard.plan.lower import gathered
 from regard.plan.problem import Operands, Problem
@@ -20,6 +22,9 @@ from regard.state import State
 from regard.torch_internals import is_any_autocast_enabled
 
 LEAKS = "keys, values or (where gradients flow) queries hold NaN or inf, which it would carry past the mask"
+
+BUILT_IN = frozenset(map(type, BACKENDS.values()))
+"""The classes of regard's own backends; what others return is checked."""
 
 
 def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tuple[Plan, State]:
@@ -30,6 +35,7 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
 
     Raises:
         RefusalError: the backend of the caller, or every backend, refuses, for reasons of the data.
+        ProblemError: a backend of a user returned no state of the call.
     """
     if plan.problem.storage is None:
         operands = gathered(operands)
@@ -51,10 +57,30 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
 
 
 def _run(plan: Plan, operands: Operands) -> State:
-    if not is_any_autocast_enabled():
-        return plan.run(operands)
-    with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
-        return plan.run(operands)
+    if is_any_autocast_enabled():
+        with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
+            state = plan.run(operands)
+    else:
+        state = plan.run(operands)
+    if type(plan.engine) not in BUILT_IN:
+        _check_state(plan.backend, operands, state)
+    return state
+
+
+def _check_state(backend: str, operands: Operands, state: object) -> None:
+    """Raise `ProblemError` unless what a backend of a user returned is the state of a call."""
+    rows = tuple(operands.q.shape[:3])
+    out = (*rows, operands.v.shape[3])
+    if not isinstance(state, State) or not all(isinstance(cast(object, t), Tensor) for t in (state.out, state.lse)):
+        found = received(state)
+    elif state.out.dtype != operands.q.dtype or state.out.shape != out or state.lse.shape != rows:
+        found = f"State of out {state.out.dtype} {list(state.out.shape)} and lse {list(state.lse.shape)}"
+    else:
+        return
+    raise ProblemError(
+        f"The backend {backend!r} returned {found}: expected a State of out {operands.q.dtype} {list(out)} and lse "
+        f"{list(rows)}."
+    )
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:

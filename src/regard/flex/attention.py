@@ -46,7 +46,7 @@ def flex_attention(
         scale: None for `qk_dim ** -0.5`.
         enable_gqa: whether key heads are shared by groups of query heads.
         return_lse: whether the log-sum-exp is returned as well (torch: use `return_aux`).
-        kernel_options: checked as in torch. They tune torch's GPU kernels and mean nothing here.
+        kernel_options: they tune torch's GPU kernels and mean nothing here. As in torch, BACKEND is checked.
         return_aux: what else to return.
 
     Returns:

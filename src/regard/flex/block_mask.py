@@ -10,6 +10,8 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from regard.describe.mask import Bools, CallSizes, Mask
+from regard.describe.whole_number import whole
+from regard.errors import ProblemError
 from regard.flex.layout import block_layout
 from regard.flex.mod_mask import is_opaque, mask_of_mod
 from regard.flex.read_block_mask import mark_as_following, remember
@@ -45,6 +47,9 @@ def create_block_mask(
         separate_full_blocks: whether blocks that are kept whole have lists of their own.
         options: further ones of torch's, as `compute_dq_write_order`; torch's own function makes the mask then.
 
+    Raises:
+        ProblemError: a size is no whole number, or less than 0 (BLOCK_SIZE: than 1).
+
     >>> from regard.flex import create_block_mask
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 32768, 32768, device="cpu").sparsity()
     49.8046875
@@ -54,6 +59,9 @@ def create_block_mask(
             "_compile has no effect: the mask is not evaluated pair by pair.", DeprecationWarning, stacklevel=2
         )
     block = _pair_of(BLOCK_SIZE)
+    batch = 1 if B is None else whole(B, "B", "batch rows", least=0)
+    heads = 1 if H is None else whole(H, "H", "heads", least=0)
+    queries, keys = whole(Q_LEN, "Q_LEN", least=0), whole(KV_LEN, "KV_LEN", least=0)
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     if not separate_full_blocks:
         options["separate_full_blocks"] = False  # torch 2.11 lacks it
@@ -62,7 +70,7 @@ def create_block_mask(
         made = make(mask_mod, B, H, Q_LEN, KV_LEN, place, block, **options)  # in a graph only if the lists are used
         mark_as_following(made)
         return made
-    return _create(mask_mod, CallSizes(B or 1, H or 1, Q_LEN, KV_LEN, 0), place, block, separate_full_blocks)
+    return _create(mask_mod, CallSizes(batch, heads, queries, keys, 0), place, block, separate_full_blocks)
 
 
 def _create(
@@ -116,4 +124,8 @@ def _ordered(kept: Bools, sizes: CallSizes, device: torch.device) -> Lists:
 
 
 def _pair_of(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    sides = size if isinstance(size, tuple | list) else (size, size)
+    if len(sides) != 2:
+        raise ProblemError(f"BLOCK_SIZE is {size}: expected tokens per side, or (queries, keys).")
+    down, across = (whole(side, "BLOCK_SIZE", "tokens per side", least=1) for side in sides)
+    return down, across

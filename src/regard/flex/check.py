@@ -1,9 +1,12 @@
 """The checks of a call of `flex_attention`: the errors that torch raises, and kernel options that mean nothing here."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from regard.describe.not_a_spec import received
+from regard.errors import ProblemError
 
 BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
@@ -51,6 +54,11 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
 
 
 def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    if not isinstance(cast(object, block_mask), BlockMask):
+        raise ProblemError(
+            f"block_mask is {received(block_mask)}: expected what create_block_mask makes, or None; attend takes masks "
+            "of regard."
+        )
     if min(block_mask.BLOCK_SIZE) >= 1 << 30:
         return  # torch's mask for no mask
     lengths, called = tuple(block_mask.seq_lengths), (query.size(2), key.size(2))

@@ -7,7 +7,7 @@ evaluates every pair, 17 s and 10 GB for 32,768 x 32,768.
 import numpy as np
 import torch
 
-from regard.describe.mask import Bools, CallSizes, Mask, Rectangles, kept_pairs, marked
+from regard.describe.mask import Bools, CallSizes, Mask, Rectangles, bounds_of, kept_pairs, marked
 
 CHUNK = 1 << 22
 """Pairs that are evaluated at once."""
@@ -26,7 +26,7 @@ def block_layout(mask: Mask | bool, sizes: CallSizes, block: tuple[int, int]) ->
         row * block[0], np.minimum((row + 1) * block[0], sizes.queries),
         column * block[1], np.minimum((column + 1) * block[1], sizes.keys),
     )  # fmt: skip
-    some, every = (np.array(found) for found in mask.bounds(r))
+    some, every = (np.array(found) for found in bounds_of(mask, r))
     open_ = np.flatnonzero(some & ~every)
     if len(open_):
         some[open_], every[open_] = _evaluated(mask, Rectangles(*(side[open_] for side in r)))

@@ -20,7 +20,7 @@ from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
-from regard.nn.multi_head import both, length_of
+from regard.nn.multi_head import both, check_cache, check_flags, check_input, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import SpecModule, as_module
@@ -133,6 +133,7 @@ class LatentAttention(nn.Module):
         self.d_model, self.heads, self.kv_heads = d_model, heads, heads if kv_heads is None else kv_heads
         self.kv_rank, self.q_rank, self.rope_heads = kv_rank, q_rank, rope_heads
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
+        check_flags(norm=norm, qkv_bias=qkv_bias, q_bias=q_bias, out_bias=out_bias, sink=sink)
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
         self.position, self.mask = as_module(position), as_module(mask)
@@ -324,6 +325,7 @@ class LatentAttention(nn.Module):
         return position
 
     def _check(self, x: Tensor, positions: int | Tensor | None) -> None:
+        check_input("x", x, f"[batch, tokens, {self.d_model}]")
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
         if positions is not None and self.position is None:
@@ -333,6 +335,7 @@ class LatentAttention(nn.Module):
             )
 
     def _check_cache(self, cache: KVCache | None) -> None:
+        check_cache(cache)
         layout = None if cache is None else cache.layout
         if isinstance(layout, Latent) and layout.rank != self.kv_rank:
             raise ProblemError(f"the cache is {layout!r}, and the module's latents have {self.kv_rank} dimensions.")

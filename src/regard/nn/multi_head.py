@@ -115,6 +115,7 @@ class MultiHeadAttention(nn.Module):
             raise ProblemError(
                 f"bias={bias} is no Bias, which is added to scores: projections have biases by qkv_bias= and out_bias=."
             )
+        check_flags(qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias, gate=gate, sink=sink)
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
         check_specs(*(one.spec if isinstance(one, SpecModule) else one for one in (mask, bias, score)))
@@ -169,6 +170,7 @@ class MultiHeadAttention(nn.Module):
                 module's.
         """
         self._check(x, context, positions)
+        check_cache(cache)
         check_rolling(cache, None if self.position is None else self.position.spec)
         stored = 0 if cache is None else cache.tokens_seen
         source = x if context is None else context
@@ -223,6 +225,9 @@ class MultiHeadAttention(nn.Module):
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def _check(self, x: Tensor, context: Tensor | None, positions: int | Tensor | None) -> None:
+        check_input("x", x, f"[batch, tokens, {self.d_model}]")
+        if context is not None:
+            check_input("context", context, f"[batch, context_tokens, {self.context_dim}]")
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
         if context is None and self.context_dim != self.d_model:
@@ -253,6 +258,25 @@ def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: K
         return cache.keys_after(keys)  # positions are slots of the cache
     total = keys if cache is None else cache.tokens_seen + keys
     return max(first + queries if isinstance(first, int) else int(first.max()) + 1, total)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise `ProblemError` unless each is True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ProblemError(f"{name} is {flag!r}: expected True or False.")
+
+
+def check_input(name: str, x: object, expected: str) -> None:
+    """Raise `ProblemError` unless it is a tensor."""
+    if not isinstance(x, Tensor):
+        raise ProblemError(f"{name} is {type(x).__name__}: expected a tensor {expected}.")
+
+
+def check_cache(cache: object) -> None:
+    """Raise `ProblemError` unless it is a KV cache or None."""
+    if cache is not None and not isinstance(cache, KVCache):
+        raise ProblemError(f"cache is {cache!r}: expected a regard.cache.KVCache, or None.")
 
 
 def check_rolling(cache: KVCache | None, rope: object) -> None:

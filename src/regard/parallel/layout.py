@@ -12,13 +12,14 @@ Zigzag: Zhu 2024 (ring-flash-attention). Striped: Brandon et al. 2023, arXiv:231
 `balance.py`. Importing this module imports no torch: costs are counted with it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,6 +171,7 @@ class Layout:
     @classmethod
     def zigzag(cls, tokens: int, ranks: int) -> "Layout":
         """Rank r has parts r and 2 * ranks - 1 - r of 2 * ranks: equal work under a causal mask."""
+        even_parts(tokens, ranks)  # checks both
         parts = even_parts(tokens, 2 * ranks)
         return cls(tokens, tuple(joined([parts[r], parts[2 * ranks - 1 - r]]) for r in range(ranks)))
 
@@ -182,8 +184,8 @@ class Layout:
                 are partial.
         """
         even_parts(tokens, ranks)  # checks both
-        if index(block) < 1:
-            raise ProblemError(f"Layout.striped(block={block}): expected 1 token or more.")
+        if not _is_whole(block, least=1):
+            raise ProblemError(f"Layout.striped(block={block!r}): expected a whole number of tokens, 1 or more.")
         if block == 1:
             return cls(tokens, tuple((range(r, tokens, ranks),) if r < tokens else () for r in range(ranks)))
         blocks = [range(start, min(start + block, tokens)) for start in range(0, tokens, block)]
@@ -205,7 +207,10 @@ class Layout:
         >>> Layout.balanced(4096, 2, Causal()).counts
         (2048, 2048)
         """
-        even_parts(tokens, ranks)
+        even_parts(tokens, ranks)  # checks both
+        is_number = isinstance(cast(object, sending), int | float) and not isinstance(sending, bool)
+        if not is_number or not 0 <= sending < math.inf:
+            raise ProblemError(f"Layout.balanced(sending={sending!r}): expected a finite number of pairs, 0 or more.")
         return import_module("regard.parallel.balance").balanced(tokens, ranks, mask, sending)
 
     def __str__(self) -> str:
@@ -219,11 +224,21 @@ def positions_of(ranges: Sequence[range]) -> NDArray[np.int64]:
 
 def even_parts(tokens: int, parts: int) -> list[range]:
     """The positions in parts of nearly equal length; the first ones have one more where it is uneven."""
-    if index(tokens) < 0 or index(parts) < 1:
-        raise ProblemError(f"a layout of {tokens} tokens in {parts} parts: expected 0 or more tokens, 1 or more parts.")
+    if not (_is_whole(tokens, least=0) and _is_whole(parts, least=1)):
+        raise ProblemError(
+            f"a layout of {tokens!r} tokens in {parts!r} parts: expected whole numbers, 0 or more tokens and 1 or more "
+            "parts."
+        )
     size, more = divmod(tokens, parts)
     stops = [i * size + min(i, more) for i in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(stops)]
+
+
+def _is_whole(value: object, least: int) -> bool:
+    try:
+        return not isinstance(value, bool) and index(cast(SupportsIndex, value)) >= least
+    except TypeError:
+        return False
 
 
 def joined(parts: Sequence[range]) -> tuple[range, ...]:

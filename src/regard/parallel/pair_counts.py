@@ -56,7 +56,7 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
         mask: None keeps every pair; a `regard.cost.Pattern` is counted without loading torch.
 
     Raises:
-        ProblemError: the mask does not fit the number of tokens.
+        ProblemError: it is no mask, or does not fit the number of tokens.
 
     >>> counts = pair_counts(Pattern(), tokens=10)
     >>> counts.per_key([range(5, 10)], np.array([0, 5, 10])).tolist()
@@ -66,8 +66,11 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
         return IntervalCounts(tokens, [Interval()])
     if isinstance(mask, Pattern):
         return IntervalCounts(tokens, _intervals_of(mask, tokens))
+    masks = import_module("regard.describe.mask")
+    if not isinstance(mask, masks.Mask):
+        raise ProblemError(f"mask is {mask!r}: expected a regard Mask, a regard.cost.Pattern, or None.")
     batch, heads = mask.broadcast_shape()
-    sizes: CallSizes = import_module("regard.describe.mask").CallSizes(batch, heads, tokens, tokens, 0)
+    sizes: CallSizes = masks.CallSizes(batch, heads, tokens, tokens, 0)
     bound = mask.bind(sizes)
     intervals = bound.intervals(sizes)
     if intervals is not None:

@@ -154,7 +154,7 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
         if isinstance(given, Tensor):
             raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
-            raise ProblemError(f"{name} is {given!r}: expected a number.")
+            raise ProblemError(f"{name} is {given!r}: expected a number, as a Python int or float.")
         if isinstance(given, int) and abs(given) > sys.float_info.max:
             raise ProblemError(f"{name} is {given}: expected a number up to {sys.float_info.max}, as floats are.")
     if isinstance(scale, int | float) and not -math.inf < scale < math.inf:  # isfinite cannot be traced
@@ -184,8 +184,9 @@ def check_offset(offset: object) -> int:
     Raises:
         ProblemError: it is not an integer, or positions would exceed 64 bits.
     """
+    is_bool = isinstance(offset, bool) or (isinstance(offset, Tensor) and offset.dtype == torch.bool)
     try:
-        index = None if isinstance(offset, bool) else cast(SupportsIndex, offset).__index__()
+        index = None if is_bool else cast(SupportsIndex, offset).__index__()
     except (AttributeError, TypeError):  # a tensor has an index only if it is one int
         index = None
     if index is None:

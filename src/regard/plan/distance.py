@@ -9,7 +9,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias
+from regard.describe.bias import Bias, values_of
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again
@@ -32,7 +32,7 @@ def by_distance(
     """
     distance = torch.arange(first, first + count, device=device)
     head = torch.arange(heads, device=device)[:, None]
-    terms = (term.value(0, head, 0, -distance).to(dtype) for term in bias.widened(dtype).terms())
+    terms = (values_of(term, 0, head, 0, -distance).to(dtype) for term in bias.widened(dtype).terms())
     return reduce(add, terms).expand(heads, count).contiguous()
 
 

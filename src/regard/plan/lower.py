@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, Sum, TensorBias
-from regard.describe.mask import CallSizes, Mask, Rectangles
+from regard.describe.bias import Bias, Sum, TensorBias, values_of
+from regard.describe.mask import CallSizes, Mask, Rectangles, bounds_of
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import ContentKey
-from regard.errors import ProblemError
 from regard.plan.few_rows import cover
 from regard.plan.problem import Operands, Problem, is_pairwise
 from regard.plan.schedule import Schedule
@@ -84,7 +83,7 @@ def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
         return cover(intervals, sizes)
     q0, keys = sizes.offset, sizes.keys
     whole = Rectangles(*np.array([[0], [0], [q0], [q0 + sizes.queries], [0], [keys]]))
-    return bool(mask.bounds(whole)[1][0])
+    return bool(bounds_of(mask, whole)[1][0])
 
 
 def gather(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
@@ -221,14 +220,9 @@ def _table(term: Bias, call: CallSizes, device: torch.device, wide: torch.dtype)
     """The values of a bias, [batch or 1, heads or 1, queries or 1, keys or 1], computed in at least this type."""
     if isinstance(term, TensorBias):
         return term.rows(call.queries, call.offset)
-    sizes = call[:4]
-    b, h, q, k = (torch.arange(size, device=device) for size in sizes)
-    value = term.widened(wide).value(b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k)
-    if value.ndim > 4 or any(own not in (1, size) for own, size in zip(value.shape[::-1], sizes[::-1], strict=False)):
-        raise ProblemError(
-            f"{term!r}: value(b, h, q, k) gave {list(value.shape)}, which does not broadcast to "
-            f"[batch, heads, queries, keys] = {list(sizes)}."
-        )
+    b, h, q, k = (torch.arange(size, device=device) for size in call[:4])
+    at = b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k
+    value = values_of(term.widened(wide), *at)
     return value[(None,) * (4 - value.ndim)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from regard.describe.interval import Interval, Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, kept_pairs, marked
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, kept_pairs, marked
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again, unchanged
@@ -114,7 +114,7 @@ def _split(mask: Mask | None, grid: Grid) -> tuple[Ints, Ints]:
         return cells, cells[:0]
     full, undecided = [cells[:0]], [cells[:0]]
     while len(cells):
-        some, every = mask.bounds(_positions(grid, cells))
+        some, every = bounds_of(mask, _positions(grid, cells))
         full.append(cells[every])
         cells = cells[some & ~every]
         single = (cells[:, 2] - cells[:, 1] == 1) & (cells[:, 4] - cells[:, 3] == 1)

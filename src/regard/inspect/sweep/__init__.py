@@ -7,6 +7,7 @@ tile by tile (`by_torch.py`, the definition).
 """
 
 from collections.abc import Callable
+from typing import cast
 
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def sweep(
         Tensors in float32, or float64 for a call in float64.
 
     Raises:
-        ProblemError: `picture` is below 1, or `along` has another shape.
+        ProblemError: it is no `Weights`, `picture` is below 1, or `along` has another shape.
 
     >>> import torch
     >>> from regard import Causal
@@ -47,6 +48,8 @@ def sweep(
     >>> found.columns, found.along[..., 0]
     (tensor([[[1.8333, 0.8333, 0.3333]]]), tensor([[[0.0000, 0.5000, 1.0000]]]))
     """
+    if not isinstance(cast(object, weights), Weights):
+        raise ProblemError(f"sweep takes the Weights of a call, and got {type(weights).__name__}.")
     batch, _, _, keys = weights.shape
     if picture is not None and picture < 1:
         raise ProblemError(f"picture={picture}: expected cells per side, at least 1, or None for no picture.")
