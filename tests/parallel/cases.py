@@ -164,12 +164,19 @@ def ring_in_a_loop(rank: int, size: int, **more: Any) -> None:
 
 
 def ring_with(
-    rank: int, size: int, *, change: dict[int, dict[str, Any]], shards: Layout | None = None, **more: Any
+    rank: int,
+    size: int,
+    *,
+    change: dict[int, dict[str, Any]],
+    shards: Layout | None = None,
+    run: Callable[..., Any] = ring,
+    **more: Any,
 ) -> None:
     """`ring` with other arguments on some ranks.
 
     Args:
         shards: the layout of the tensors, where that of the call is changed.
+        run: in place of `ring`.
     """
     if shards is not None:
         for name in ("q", "k", "v", "dout"):
@@ -177,7 +184,7 @@ def ring_with(
         del more["dout"]
         ring_attend(**{**more, **change.get(rank, {})})
         return
-    ring(rank, size, **{**more, **change.get(rank, {})})
+    run(rank, size, **{**more, **change.get(rank, {})})
 
 
 def decode_for_ever(rank: int, size: int, *, timeout: float, **more: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regard import Causal, Window
+from regard import Causal, ProblemError, Window
 from regard.parallel import Layout, RankError
 from regard.parallel.ranks import Message, Ranks
 from tests.parallel import cases
@@ -94,6 +94,51 @@ def test_ranks_that_call_with_other_arguments_are_told_on_every_rank(trio: Worke
         assert "the ranks of a group make the same call, and these differ" in str(error)
         assert text in str(error)
         assert seconds < TIMEOUT
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "mask": {"mask": Window(20)},
+    "scale": {"scale": 0.5},
+    "batch": {name: t[:1] for name, t in some().items()},
+    "type": {name: t.double() for name, t in some().items()},
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "change"),
+    [
+        (cases.ring, "mask"),
+        *(
+            pytest.param(run, change, marks=pytest.mark.exhaustive)
+            for run in (cases.ring, cases.ulysses)
+            for change in OTHER
+            if (run, change) != (cases.ring, "mask")
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_ranks_that_call_in_different_forms_that_were_seen_before_are_told(
+    three: Workers, run: Any, change: str, is_new: bool
+):
+    """Whether the other form is new to all or known to all: no message of one call is taken for one of the other."""
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": 2.0, "run": run}
+    three.run(cases.ring_with, change={}, **words)
+    if not is_new:
+        three.run(cases.ring_with, change={}, **{**words, **OTHER[change]})
+    for error, seconds in three.failing(cases.ring_with, {}, change={2: OTHER[change]}, **words):
+        assert isinstance(error, ProblemError)
+        assert "the ranks of a group make the same call, and these differ" in str(error)
+        assert len({line[8:] for line in str(error).splitlines() if "rank 0: " in line or "rank 2: " in line}) == 2
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("run", [cases.ring, pytest.param(cases.ulysses, marks=pytest.mark.exhaustive)])
+def test_a_wrong_argument_in_a_form_that_the_others_know_is_told_on_every_rank(three: Workers, run: Any):
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": 2.0, "run": run}
+    three.run(cases.ring_with, change={}, **words)
+    for error, _ in three.failing(cases.ring_with, {}, change={1: {"k": words["k"][..., :4]}}, **words):
+        assert isinstance(error, ProblemError)
+        assert "q has 16 dimensions and k 4" in str(error)
 
 
 def test_a_wrong_argument_on_one_rank_is_told_on_every_rank(trio: Workers):

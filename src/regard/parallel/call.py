@@ -15,7 +15,7 @@ from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
-from regard.describe.score import Score
+from regard.describe.score import Dot, Score
 from regard.describe.spec import Spec
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
@@ -122,6 +122,7 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
             "of a DTensor that is sharded along its tokens is."
         )
     check_specs(a.mask, a.bias, a.score)
+    (a.score or Dot()).dim(a.q.shape[3], a.k.shape[3])  # raises an error if it does not take them
     check_numbers(a.scale, a.softcap, a.dropout)
     check_sink(a.sink, a.q.shape[1], a.q)
     check_backend(a.backend)

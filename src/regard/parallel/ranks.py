@@ -9,11 +9,17 @@ rank is to blame is then found through the group's key-value store:
 - A rank whose wait timed out blames those that do not write within another timeout that they are alive.
 - The first verdict (`lost`) counts; all others repeat it.
 
-With NCCL a wait is one of the GPU's stream, which no error ends here: NCCL's own watchdog ends the process, by the
-timeout of the group. What is found through the store, ranks that differ or do not come to a new call, is found with
-every backend.
+Ranks that make different calls are found in two ways. A form of call that is new to a rank is compared through the
+store before anything is sent. In later calls of that form, the tags of messages depend on the form and on how many
+calls were made, so messages of different calls do not meet: both ranks wait until the time is over, and then tell each
+other which call they are in.
+
+With NCCL, which knows no tags, a wait is one of the GPU's stream, which no error ends here: its own watchdog ends the
+process, by the timeout of the group. What is found before anything is sent, ranks that differ or do not come to a new
+call, is found with every backend.
 """
 
+import hashlib
 import json
 import re
 import time
@@ -26,7 +32,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.errors import ProblemError, RankError
+from regard.errors import ProblemError, RankError, RegardError
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for another."""
@@ -38,6 +44,15 @@ GRACE = 3.0
 """Seconds in which a rank that lives writes so, after a connection to it was closed."""
 
 
+RAISES = "raises "
+"""Begins what a rank writes in place of its call, where that raises an error."""
+
+TAGS = 16
+"""More than the largest tag of a message; tags of the backend are such multiples of a call's seal, and this tag."""
+
+SEALS = 1 << 27
+"""How many seals there are: the backend takes tags up to 2^31."""
+
 CLOSED = "clos|reset|broken pipe|refused|abort|connect|read error|write error"
 """In the error of a backend whose connection is gone."""
 
@@ -48,7 +63,7 @@ class Message(NamedTuple):
     Attributes:
         tensor: contiguous.
         peer: the other rank.
-        tag: by which both ends know the message.
+        tag: by which both ends know the message of a call, below `TAGS`.
         is_sent: whether this rank sends it.
     """
 
@@ -70,14 +85,14 @@ class Known:
     """What this process knows of a group.
 
     Attributes:
-        calls: the forms of calls that all ranks agreed on.
-        asked: how often ranks were asked whether they agree.
-        lost: the error of an earlier call.
+        texts: the forms of calls that all ranks agreed on, and their descriptions.
+        calls: how many calls were made.
+        lost: the error of an earlier call, after which messages may be under way.
     """
 
-    calls: set[object] = field(default_factory=set[object])
-    asked: int = 0
-    lost: RankError | None = None
+    texts: dict[object, str] = field(default_factory=dict[object, str])
+    calls: int = 0
+    lost: RegardError | None = None
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
@@ -105,6 +120,7 @@ class Ranks:
             raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
         self.rank, self.size = rank, dist.get_world_size(self.group)
         self.timeout, self.function = timeout, function
+        self.number, self.text, self.seal = 0, "", 0  # of the call, once it is agreed on
         self.known = _known.setdefault(self.group, Known())
         if self.known.lost is not None:
             raise self.known.lost
@@ -114,10 +130,11 @@ class Ranks:
         """This process alone; it never waits."""
         made = object.__new__(cls)
         made.rank, made.size, made.timeout, made.function, made.known = 0, 1, timeout, function, Known()
+        made.number, made.text, made.seal = 0, "", 0
         return made
 
     def agree(self, form: object, text: Callable[[], str]) -> None:
-        """Check, for a form of call that is new, that all ranks make the same call.
+        """Begin a call; check, if its form is new, that all ranks make the same.
 
         Args:
             form: of the call, hashable.
@@ -127,25 +144,35 @@ class Ranks:
             ProblemError: on every rank, where ranks differ.
             RankError: a rank did not make the call.
         """
-        if self.size == 1 or form in self.known.calls:
+        if self.size == 1:
             return
-        number, mine = self.known.asked, text()
-        self.known.asked += 1
-        self._write(f"regard/call/{number}/{self.rank}", mine)
-        keys = {rank: f"regard/call/{number}/{rank}" for rank in range(self.size)}
-        if missing := self._missing(keys, self.timeout):
-            self._lose(missing, f"did not make its call {number + 1} of a new form within {self.timeout:g} s")
-        texts = [self._read(key) for key in keys.values()]
-        if len(set(texts)) > 1:
-            listed = "".join(f"\n  rank {self._name(rank)}: {each}" for rank, each in enumerate(texts))
-            raise ProblemError(f"{self.function}: the ranks of a group make the same call, and these differ.{listed}")
-        self.known.calls.add(form)
+        self.number, known = self.known.calls, form in self.known.texts
+        self.known.calls += 1
+        self.text = self.known.texts[form] if known else text()
+        if not known:
+            self._compare()
+            self.known.texts[form] = self.text
+        digest = hashlib.blake2b(f"{self.number} {self.text}".encode(), digest_size=8).digest()
+        self.seal = int.from_bytes(digest) % SEALS
 
     def refuse(self, why: str) -> None:
-        """Tell ranks that ask whether all make the same call that this one raises an error; waits for nobody."""
+        """Begin a call that raises an error on this rank, and tell others so; waits for nobody."""
         if self.size > 1:
-            self._write(f"regard/call/{self.known.asked}/{self.rank}", f"raises {why}")
-            self.known.asked += 1
+            self._write(f"regard/call/{self.known.calls}/{self.rank}", f"{RAISES}{why}")
+            self.known.calls += 1
+
+    def _compare(self) -> None:
+        """Raise an error unless all ranks make this call."""
+        self._write(f"regard/call/{self.number}/{self.rank}", self.text)
+        keys = {rank: f"regard/call/{self.number}/{rank}" for rank in range(self.size)}
+        if missing := self._missing(keys, self.timeout):
+            self._write_alive()  # to ranks that know the form, and wait for messages
+            if lost := self._missing({rank: f"regard/alive/{rank}" for rank in missing}, self.timeout):
+                self._lose(lost, f"did not make its call {self.number + 1}, of a new form, within {self.timeout:g} s")
+            self._check_same()
+        texts = {rank: self._read(key) for rank, key in keys.items()}
+        if len(set(texts.values())) > 1:
+            raise self._differ(texts.items())
 
     def start(self, messages: Sequence[Message]) -> Pending:
         """Start transfers; NCCL, which knows no tags, tells messages between two ranks apart by their order."""
@@ -156,7 +183,11 @@ class Ranks:
             return Pending([(self._started(m), (m.peer,)) for m in messages], [m.tensor for m in messages])
         ops = [
             dist.P2POp(
-                dist.isend if m.is_sent else dist.irecv, m.tensor, group=self.group, group_peer=m.peer, tag=m.tag
+                dist.isend if m.is_sent else dist.irecv,
+                m.tensor,
+                group=self.group,
+                group_peer=m.peer,
+                tag=self._sealed(m.tag),
             )
             for m in messages
         ]
@@ -172,6 +203,7 @@ class Ranks:
     def _started(self, message: Message) -> dist.Work:
         """One transfer: if it fails, the rank at its other end is to blame, and no rank of another transfer."""
         tensor, peer, tag, is_sent = message
+        tag = self._sealed(tag)
         try:
             if is_sent:
                 return cast(dist.Work, dist.isend(tensor, group=self.group, tag=tag, group_dst=peer))
@@ -179,9 +211,16 @@ class Ranks:
         except RuntimeError as error:
             self._fail((peer,), error)
 
+    def _sealed(self, tag: int) -> int:
+        return self.seal * TAGS + tag
+
     def start_all_to_all(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Pending:
         """Start to send a part of `sent` to each rank, and to receive a part of `received` from each."""
         others = tuple(r for r in range(self.size) if r != self.rank)
+        if sent.is_cpu:  # by messages with tags
+            theirs, mine = received.split(sizes_in), sent.split(sizes_out)
+            theirs[self.rank].copy_(mine[self.rank])
+            return self.start([Message(t[r], r, 0, is_sent=t is mine) for t in (theirs, mine) for r in others])
         try:
             work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.group, async_op=True)
         except RuntimeError as error:
@@ -213,18 +252,43 @@ class Ranks:
         timed_out = "timed out" in str(error).lower()
         if not timed_out and not re.search(CLOSED, str(error), re.IGNORECASE):
             raise error  # the backend does not take the call, such as gloo tensors on a GPU
-        self._write(f"regard/alive/{self.rank}", self.function)
+        self._write_alive()
         others = [rank for rank in range(self.size) if rank != self.rank]
+        self._check_refused(others, error)
         suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
         missing = self._missing({rank: f"regard/alive/{rank}" for rank in suspects}, grace)
         what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, and the connection is closed"
         if missing:
             self._lose(missing, what, error)
         if self._missing({0: "regard/lost"}, 0.0 if timed_out else self.timeout):
+            self._check_same(error)
             message = f"{self.function}: a message did not arrive, and every rank says that it is alive: {error}"
             self.known.lost = RankError(message)
             raise self.known.lost from error
         self._lose([], "", error)
+
+    def _write_alive(self) -> None:
+        self._write(f"regard/alive/{self.rank}", f"call {self.number + 1}: {self.text or self.function}")
+
+    def _check_refused(self, others: Iterable[int], error: Exception) -> None:
+        """Raise an error if other ranks raised one in this call, which this rank began."""
+        keys = {rank: f"regard/call/{self.number}/{rank}" for rank in others}
+        told = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
+        if refused := {rank: text for rank, text in told.items() if text.startswith(RAISES)}:
+            self.known.lost = self._differ(sorted({self.rank: self.text, **refused}.items()))
+            raise self.known.lost from error
+
+    def _check_same(self, error: Exception | None = None) -> None:
+        """Raise an error if ranks, which are alive, are in different calls."""
+        keys = {rank: f"regard/alive/{rank}" for rank in range(self.size)}
+        texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
+        if len(set(texts.values())) > 1:
+            self.known.lost = self._differ(texts.items())
+            raise self.known.lost from error
+
+    def _differ(self, texts: Iterable[tuple[int, str]]) -> ProblemError:
+        listed = "".join(f"\n  rank {self._name(rank)}: {text}" for rank, text in texts)
+        return ProblemError(f"{self.function}: the ranks of a group make the same call, and these differ.{listed}")
 
     def _lose(self, ranks: Sequence[int], what: str, error: Exception | None = None) -> NoReturn:
         """Raise the first verdict on which ranks are lost, which is this one if there is none yet."""
