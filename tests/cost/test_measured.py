@@ -183,6 +183,7 @@ def test_a_window_stores_the_tokens_that_the_next_query_sees(tokens):
 def test_pages_hold_whole_pages(tokens):
     cache = filled(KVCache(layout=Paged(16)), tokens)
     counted = 2 * stored_bytes(PLAIN, tokens, Storage(page=16), 2)
+    assert cache.bytes == 2 * stored_bytes(PLAIN, tokens, Storage(), 2)
     assert cache.bytes <= counted <= cache.allocated_bytes
     assert counted % (16 * PLAIN.cached * 2) == 0
 

@@ -49,6 +49,11 @@ def test_a_token_takes_the_published_bytes(name, nbytes):
     assert token_bytes(find_model(name)) == nbytes
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4", "fp8"])
+def test_one_more_token_takes_no_cache_in_an_encoder(kind):
+    assert token_bytes(find_model("bert-base"), Storage(kind)) == 0
+
+
 def test_llama_2_70b_at_32k_takes_80_gib_with_all_heads_and_10_gib_with_8():
     model = find_model("llama-2-70b")
     assert cache_bytes(model, 32768) == 10 * GIB

@@ -254,6 +254,14 @@ def test_latents_look_at_no_context_so_heads_do():
     assert model(torch.randint(19, (1, 5)), torch.randn(1, 3, 24)).shape == (1, 5, 19)
 
 
+@pytest.mark.parametrize("bias", [Alibi(4), T5Bias(torch.zeros(32, 4))])
+def test_latents_have_no_bias_as_position(bias: Any):
+    latent = partial(LatentAttention, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)
+    for model in (Decoder, Encoder):
+        with pytest.raises(ProblemError, match=rf"{type(bias).__name__}, and LatentAttention has none: .*Rope"):
+            model(19, 32, 1, 4, position=bias, attention=latent)
+
+
 @pytest.mark.parametrize("tokens", [torch.randint(19, (5,)), torch.randn(1, 5)])
 def test_tokens_that_are_none_are_refused(tokens: Tensor):
     with pytest.raises(ProblemError, match=r"expected ints \[batch, tokens\]"):

@@ -1,4 +1,4 @@
-"""Bytes of a KV cache: what `KVCache.bytes` is for the same tokens, computed without one.
+"""Bytes of a KV cache: what `KVCache.bytes` is for the same tokens, computed without one; with pages, whole pages.
 
 | storage | bytes of a token, for each key head |
 |---|---|
@@ -7,7 +7,9 @@
 | int8, fp8 | qk_dim + v_dim codes, 2 qk_dim / group + 2 of scales |
 | int4 | half a byte for each code, 4 qk_dim / group + 4 v_dim / group of scales and zero points |
 
-The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`); pages are allocated whole.
+The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`). With a page size, the last
+page of a row counts whole: at least `KVCache.bytes`, which counts its tokens, and at most `KVCache.allocated_bytes`,
+which counts free pages too. Of codes in pages it is an estimate: `Paged` encodes whole pages, other tokens stay plain.
 """
 
 import operator
@@ -35,7 +37,7 @@ class Storage:
     Args:
         kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec.
         group, residual, sinks: of the codec, as of `regard.cache.Int8`.
-        page: tokens of a page; None: as many as there are.
+        page: tokens of a page, which counts whole; None: no pages.
 
     Raises:
         ProblemError: the kind is not known, or a number is out of range.
@@ -161,10 +163,10 @@ def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bflo
     (70272, 4718592)
     """
     storage = storage or Storage(dtype)
+    growing = [a for x in model.layers for a in x.attentions if a.pattern.causal and not a.shares_cache]
     if not storage.is_coded:
-        return sum(a.cached for x in model.layers for a in x.attentions if a.pattern.causal) * ITEMS[storage.kind]
-    layers = (x.attention for x in model.layers if x.attention and not x.attention.shares_cache)
-    return sum(_coded_token(a, storage) for a in layers)
+        return sum(a.cached for a in growing) * ITEMS[storage.kind]
+    return sum(_coded_token(a, storage) for a in growing)
 
 
 def _coded_token(a: Attention, storage: Storage) -> int:

@@ -96,7 +96,7 @@ class Encoder(nn.Module):
         vocabulary, d_model: the size of the vocabulary, and the width.
         layers: blocks, each with `heads` query heads and `kv_heads` key heads (None: heads).
         position: `Rope` of a head's width, `Sinusoidal` or `Learned` of d_model, `Alibi`, `T5Bias` (one table for all
-            layers), or None. Tensors that require gradients are trained:
+            layers), or None; no bias with `LatentAttention`. Tensors that require gradients are trained:
             `T5Bias(torch.zeros(32, heads, requires_grad=True))`.
         mask: which token may see which, in every call.
         context_dim: width of the context for cross-attention in every block; None for none.
@@ -122,10 +122,15 @@ class Encoder(nn.Module):
         self.position: SpecModule[Absolute] | None = as_module(position) if isinstance(position, Absolute) else None
         rope = position if isinstance(position, Position) and self.position is None else None
         bias = as_module(position) if isinstance(position, Bias) else None
+        is_latent = getattr(attention, "func", attention) is LatentAttention  # which has no bias or cross-attention
+        if is_latent and bias is not None:
+            raise ProblemError(
+                f"position is a bias, {type(position).__name__}, and LatentAttention has none: expected a position, "
+                "such as Rope(rope_dim), or None."
+            )
         options = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
         options = {name: value for name, value in options.items() if value is not None}
         own: Callable[..., Any] = partial(attention, d_model, heads, **options)
-        is_latent = getattr(attention, "func", attention) is LatentAttention  # which has no cross-attention
         across = partial(MultiHeadAttention, d_model, heads, kv_heads=kv_heads) if is_latent else own
         cross = partial(across, context_dim=context_dim, mask=None, position=None, bias=None)
         made: Iterable[Any] = ((own(), cross() if context_dim else None) for _ in range(layers))

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertModel
 
 from regard import Causal, attend
 from regard.nn import Decoder
@@ -69,6 +70,17 @@ def decoder(sharp=2, **words) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(sharp)
+    return model
+
+
+def albert(layers=3) -> Any:
+    """An encoder whose layers are one module, which runs once for each."""
+    sizes: dict[str, Any] = {"vocab_size": 19, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 48}
+    config = AlbertConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=32)
+    model = AlbertModel(config, add_pooling_layer=False).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
     return model
 
 

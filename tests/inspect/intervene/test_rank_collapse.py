@@ -10,7 +10,7 @@ from regard.inspect.intervene.rank_collapse import rank_collapse, residual
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, MultiHeadAttention
 from regard.nn.transformer import Block
-from tests.inspect.intervene.models import decoder, texts
+from tests.inspect.intervene.models import albert, decoder, texts
 from tests.integrate import zoo
 
 AS_IT_IS = ["as it is"]
@@ -55,6 +55,25 @@ def test_layers_of_a_model_are_those_of_its_hidden_states():
     assert torch.allclose(found.after["as it is"][0], residual(states[1].double()))
 
 
+def test_a_module_with_shared_weights_is_a_layer_each_time_that_it_runs():
+    model, ids = albert(), texts()
+    use_regard(model)
+    states = model(ids, output_hidden_states=True).hidden_states
+    found = rank_collapse(model, lambda: model(ids), variants=AS_IT_IS)
+    assert found.modules == ("encoder.albert_layer_groups.0",) * 3
+    torch.testing.assert_close(found.before, residual(states[0]))
+    torch.testing.assert_close(found.after["as it is"], torch.stack([residual(x) for x in states[1:]]))
+
+
+def test_of_several_forward_passes_the_last_is_measured():
+    model, ids = decoder(), texts()
+    several = rank_collapse(model, lambda: (model(ids[:, :5]), model(ids)), variants=AS_IT_IS)
+    last = rank_collapse(model, lambda: model(ids), variants=AS_IT_IS)
+    assert several.modules == last.modules
+    assert torch.equal(several.before, last.before)
+    assert torch.equal(several.after["as it is"], last.after["as it is"])
+
+
 BY_HAND = {
     "as it is": lambda x, a, m: x + a(x) + m(x + a(x)),
     "without MLPs": lambda x, a, m: x + a(x),
@@ -70,6 +89,21 @@ def test_a_decoder_runs_as_composed_by_hand(variant):
     for block in model.body.blocks:
         x = BY_HAND[variant](
             x, lambda x, b=block: b.attention(b.attention_norm(x)), lambda x, b=block: b.mlp(b.mlp_norm(x))
+        )
+        expected.append(residual(x))
+    found = rank_collapse(model, lambda: model(ids)).after[variant]
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_with_shared_weights_run_as_composed_by_hand(variant):
+    model, ids = decoder(), texts()
+    block = model.body.blocks[0]
+    model.body.blocks[1] = block
+    x, expected = model.body.embedding(ids) * model.body.d_model**0.5, []
+    for _ in range(2):
+        x = BY_HAND[variant](
+            x, lambda x: block.attention(block.attention_norm(x)), lambda x: block.mlp(block.mlp_norm(x))
         )
         expected.append(residual(x))
     found = rank_collapse(model, lambda: model(ids)).after[variant]

@@ -6,7 +6,7 @@ import torch
 from regard.errors import ProblemError
 from regard.inspect.intervene.value_zeroing import value_zeroing
 from regard.integrate.transformers import use_regard
-from tests.inspect.intervene.models import Stack, decoder, stack_input, texts
+from tests.inspect.intervene.models import Stack, albert, decoder, stack_input, texts
 from tests.integrate import zoo
 
 
@@ -38,6 +38,43 @@ def test_it_is_the_layer_without_the_value(layer):
         assert torch.allclose(found.distances[:, place], by_hand(model, ids, layer, token), atol=1e-6)
     assert found.distances[:, 1, 5:].min() > 1e-6
     assert len(ticks) == 4
+
+
+def by_hand_in_albert(model, ids, layer, token):
+    """The cosine distances of the outputs of one run of the module that is every layer of an ALBERT."""
+    block, found, values = model.encoder.albert_layer_groups[0].albert_layers[0], [], []
+
+    def zero(module, arguments, output):
+        values.append(output)
+        return output.index_fill(1, torch.tensor([token]), 0.0) if len(values) == layer + 1 else None
+
+    take = block.register_forward_hook(lambda m, a, out: found.append(out))
+    with torch.no_grad():
+        model(ids)
+        hook = block.attention.value.register_forward_hook(zero)
+        model(ids)
+    hook.remove()
+    take.remove()
+    before, after = found[layer], found[len(found) // 2 + layer]
+    return 1 - torch.nn.functional.cosine_similarity(before, after, dim=-1)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_layer_with_shared_weights_is_one_run_of_its_module(layer):
+    model, ids = albert(), texts()
+    expected = by_hand_in_albert(model, ids, layer, 4)
+    use_regard(model)
+    found = value_zeroing(model, lambda: model(ids), layer, [4])
+    assert found.module == "encoder.albert_layer_groups.0"
+    torch.testing.assert_close(found.distances[:, 0], expected, atol=1e-9, rtol=0)
+
+
+def test_the_path_of_a_module_that_runs_several_times_is_its_first_run():
+    model, ids = albert(), texts()
+    use_regard(model)
+    path = "encoder.albert_layer_groups.0.albert_layers.0.attention"
+    first, named = (value_zeroing(model, lambda: model(ids), layer, [4]).distances for layer in (0, path))
+    assert torch.equal(named, first)
 
 
 def test_rows_that_do_not_see_the_token_do_not_change():
@@ -80,6 +117,7 @@ def test_cross_attention_is_named_by_its_path():
         ({"tokens": [11]}, "token 11 does not exist: there are 11, expected 0 to 10"),
         ({"module": "body.blocks.5"}, "no module 'body.blocks.5'"),
         ({"module": "body.blocks"}, "did not run"),
+        ({"module": "body.embedding"}, "'body.embedding' did not run after layer 0 attended"),
     ],
 )
 def test_what_there_is_not_is_said(changed, said):

@@ -91,10 +91,18 @@ def test_modules_without_numbers_count_on():
     assert found == [(0, "layers.first"), (1, "layers.first"), (2, "layers.second"), (3, "layers.second")]
 
 
+def test_forward_passes_are_counted():
+    model = listed(lambda: Attention(lambda: None), (0, 1))
+    with track_layers(model) as here:
+        for _ in range(3):
+            model(torch.zeros(1))
+        assert here.forwards == 3
+
+
 def test_without_a_model_calls_are_counted():
     with track_layers(None) as here:
         assert [here.next(), here.next()] == [(0, None), (1, None)]
-        assert not here.ran
+        assert not here.forwards
 
 
 def test_a_forward_that_fails_half_way_does_not_confuse_the_next():

@@ -124,7 +124,7 @@ def edit_outputs(
 
     with track_layers(model) as place, replace_outputs(at):
         yield sites
-    if model is not None and place.ran and not sites.heads:
+    if model is not None and place.forwards and not sites.heads:
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention is regard's, so nothing could be changed. Call "
             "use_regard(model) of regard.integrate first."

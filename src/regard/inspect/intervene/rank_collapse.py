@@ -16,7 +16,7 @@ Random stacks have the setting of the paper: no norms by default, no mask.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ class RankCollapse:
     """The relative residual to rank one, layer by layer.
 
     Args:
-        modules: the paths of the layers, in the order in which they ran.
+        modules: the paths of the layers, in the order in which they ran; a module with shared weights, as in ALBERT,
+            is a layer each time that it runs.
         before: the residual of the input of the first layer, [batch].
         after: for each variant, the residual of the output of each layer, [layers, batch]; float64.
 
@@ -113,15 +114,13 @@ def rank_collapse(
         raise ProblemError(f"variants is {received}: expected some of {', '.join(map(repr, VARIANTS))}.")
     blocks = _attending_layers(model, run)
     found = branches(model, run, blocks) if set(variants) - {"as it is"} else {}
-    before: Tensor | None = None
+    layers: list[LayerRun] = []
     after: dict[Variant, Tensor] = {}
     for variant in dict.fromkeys(variants):
         with run_variant(model, found, variant):
-            inputs, outputs = _layer_tokens(model, run, tuple(blocks))
-        before = residual(inputs[next(iter(blocks))].double(), rows) if before is None else before
-        after[variant] = torch.stack([residual(outputs[path].double(), rows) for path in blocks])
-    assert before is not None
-    return RankCollapse(tuple(blocks), before, after)
+            layers = _layer_runs(model, run, tuple(blocks))
+        after[variant] = torch.stack([residual(layer.after.double(), rows) for layer in layers])
+    return RankCollapse(tuple(layer.path for layer in layers), residual(layers[0].before.double(), rows), after)
 
 
 def _attending_layers(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[str]]:
@@ -129,21 +128,28 @@ def _attending_layers(model: nn.Module, run: Callable[[], Any]) -> dict[str, lis
     with edit_outputs(model, lambda site, call: None) as sites:
         run()
     blocks: dict[str, list[str]] = {}
-    for site in sites.heads:
-        if site.module is not None:
-            blocks.setdefault(whole_layer(site.module), []).append(site.module)
+    for module in dict.fromkeys(site.module for site in sites.heads):
+        if module is not None:
+            blocks.setdefault(whole_layer(module), []).append(module)
     if not blocks:
         raise ProblemError("no module of the model attended: there are no layers to measure.")
     return blocks
 
 
-def _layer_tokens(
-    model: nn.Module, run: Callable[[], Any], paths: tuple[str, ...]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The input and the output of each layer, by path."""
+class LayerRun(NamedTuple):
+    """One run of a layer: its path, the number of the forward pass, and the tokens before and after it."""
+
+    path: str
+    forward: int
+    before: Tensor
+    after: Tensor
+
+
+def _layer_runs(model: nn.Module, run: Callable[[], Any], paths: tuple[str, ...]) -> list[LayerRun]:
+    """The runs of the layers in the last forward pass of each, in order."""
     inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-    with track_layers(model), ExitStack() as hooks:
+    runs: list[LayerRun] = []
+    with track_layers(model) as tracker, ExitStack() as hooks:
         for path in paths:
             module = module_at(model, path)
 
@@ -152,17 +158,18 @@ def _layer_tokens(
                     inputs[path] = tokens
 
             def record_output(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-                if (tokens := first_tokens(output)) is not None:
-                    outputs[path] = tokens
+                if path in inputs and (tokens := first_tokens(output)) is not None:
+                    runs.append(LayerRun(path, tracker.forwards, inputs.pop(path), tokens))
 
             hooks.callback(module.register_forward_pre_hook(record_input, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(record_output).remove)
         run()
-    if missing := next((path for path in paths if path not in outputs or path not in inputs), None):
+    last = {one.path: one.forward for one in runs}
+    if missing := next((path for path in paths if path not in last), None):
         raise ProblemError(
             f"module {missing!r} takes or returns no tensor [batch, tokens, width]: is it a whole layer?"
         )
-    return inputs, outputs
+    return [one for one in runs if one.forward == last[one.path]]
 
 
 @dataclass(frozen=True)

@@ -64,14 +64,16 @@ def value_zeroing(
 
     Args:
         run: runs the model on a text; its KV cache, if any, must start empty, as transformers' own does.
-        layer: its number, or the path of the module that attends.
+        layer: its number, or the path of the module that attends; of a module that runs several times in a forward
+            pass, as in ALBERT, the path is its first run.
         tokens: the tokens whose values are zeroed; -1 is the last.
         module: the path of the module whose output is compared; None: the whole layer, which is the attending module's
             path up to its first number (`model.layers.3` of `model.layers.3.self_attn`).
         tick: called after each run.
 
     Raises:
-        ProblemError: a layer that never attended, a token that does not exist, or a module that returns no tensor.
+        ProblemError: a layer that never attended, a token that does not exist, or a module that returns no tensor, or
+            not after the layer attended.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
@@ -82,27 +84,25 @@ def value_zeroing(
     if not tokens:
         raise ProblemError("tokens is empty: expected at least one token whose value to zero.")
     layer = read_layer(layer)
-    attending, keys = _attending(model, run, layer)
+    site, attending, keys = _attending(model, run, layer)
     whole = whole_layer(attending) if module is None else module
     counted = counted_rows("token", tokens, keys)
-    before = _output(model, run, whole, lambda site, call: None)
+    before = _output(model, run, whole, site, lambda call: None)
     if tick is not None:
         tick()
     distances: list[Tensor] = []
     for token in counted:
-        after = _output(model, run, whole, _without(attending, token))
+        after = _output(model, run, whole, site, _without(token))
         distances.append(1 - torch.nn.functional.cosine_similarity(before.double(), after.double(), dim=-1))
         if tick is not None:
             tick()
     return ValueZeroing(layer, whole, counted, torch.stack(distances, 1))
 
 
-def _without(attending: str, token: int) -> Callable[[Site, Call], Tensor | None]:
-    """A change for `edit_outputs` that removes the value of a token from one layer's outputs."""
+def _without(token: int) -> Callable[[Call], Tensor]:
+    """A change of a call that removes the value of a token from its outputs."""
 
-    def change(site: Site, call: Call) -> Tensor | None:
-        if site.module != attending:
-            return None
+    def change(call: Call) -> Tensor:
         rows = torch.arange(call.out.shape[2], device=call.out.device)
         column = Weights.of(call).pairs(rows, torch.full_like(rows, token))  # [batch, heads, queries]
         value = call.v[:, :, token].repeat_interleave(call.out.shape[1] // call.v.shape[1], dim=1)
@@ -111,43 +111,57 @@ def _without(attending: str, token: int) -> Callable[[Site, Call], Tensor | None
     return change
 
 
-def _attending(model: nn.Module, run: Callable[[], Any], layer: Layer) -> tuple[str, int]:
-    """The path of the module that attends in a layer, and the number of its keys."""
-    found: dict[str | None, int] = {}
+def _attending(model: nn.Module, run: Callable[[], Any], layer: Layer) -> tuple[Site, str, int]:
+    """The first site of a layer, the path of its module, and the number of its keys."""
+    found: dict[Site, int] = {}
 
     def look(site: Site, call: Call) -> None:
         if site.is_named(layer):
-            found[site.module] = call.k.shape[2]
+            found[site] = call.k.shape[2]
 
     with edit_outputs(model, look, [(layer, 0)]):
         run()
-    module, keys = next(iter(found.items()), (None, 0))
-    if module is None:
+    site, keys = next(iter(found.items()), (None, 0))
+    if site is None or site.module is None:
         raise ProblemError(
             f"layer {layer!r} attends outside of the model's modules: it has no module output to compare."
         )
-    return module, keys
+    return site, site.module, keys
 
 
 def _output(
-    model: nn.Module, run: Callable[[], Any], path: str, change: Callable[[Site, Call], Tensor | None]
+    model: nn.Module, run: Callable[[], Any], path: str, site: Site, change: Callable[[Call], Tensor | None]
 ) -> Tensor:
-    """The output of a module while `run` runs, [batch, rows, width]."""
+    """The output of a module that ends after a call of the site, whose output `change` replaces, [batch, rows, width].
+
+    A module may run several times in a forward pass, once for each of several layers.
+    """
+    attended: list[Site] = []
     found: list[Tensor] = []
-    with edit_outputs(model, change), _stop_after(model, path, found):
+
+    def at(other: Site, call: Call) -> Tensor | None:
+        if other != site:
+            return None
+        attended.append(site)
+        return change(call)
+
+    with edit_outputs(model, at), _stop_after(model, path, attended, found):
         run()
     if not found:
-        raise ProblemError(f"module {path!r} did not run, or returned no tensor [batch, tokens, width]: name another.")
+        raise ProblemError(
+            f"module {path!r} did not run after layer {site.layer} attended, or returned no tensor "
+            "[batch, tokens, width]: name another."
+        )
     return found[0]
 
 
 @contextmanager
-def _stop_after(model: nn.Module, path: str, found: list[Tensor]) -> Generator[None]:
-    """Within the block, the model stops once the module at `path` has returned its output."""
+def _stop_after(model: nn.Module, path: str, attended: Sequence[Site], found: list[Tensor]) -> Generator[None]:
+    """Within the block, the model stops once the module at `path` returns its output after the layer has attended."""
 
     def take(module: nn.Module, arguments: Any, output: Any) -> None:
         first = output if isinstance(output, Tensor) else next(iter(output), None)
-        if isinstance(first, Tensor) and first.ndim == 3:
+        if attended and isinstance(first, Tensor) and first.ndim == 3:
             found.append(first)
             raise _DoneError
 

@@ -6,7 +6,9 @@ This is a property of weights, of the circuit from values to outputs (OV), and t
 
 The norms' weights are folded into W_V and W_O, and each embedding is divided by its root mean square (after its mean is
 taken off, where the norm does so), as the norm before the first layer does. Left out are the biases of norms and
-projections, and the last norm's division, which is one positive number for all y. In layers after the first a token's
+projections, and two divisions by a root mean square: that of the last norm, and in latent attention that of the
+latent's norm (`kv_a_layernorm` of DeepSeek). Each is one positive number for all y of a token x, so `copying`, which
+compares the y of one x, is the same with them; `copying_eigenvalues` is not. In layers after the first a token's
 residual stream is no longer its embedding: the circuit is then that of the token's direct path.
 """
 
@@ -119,7 +121,8 @@ def copying_eigenvalues(circuit: Circuit, vocabulary: Vocabulary) -> HeadScores:
 
     1: every eigenvector, a mixture of tokens, raises itself. Elhage et al. 2021, *A mathematical framework for
     transformer circuits*, on detecting copying behaviour. Of the [vocabulary, vocabulary] matrix only v_dim eigenvalues
-    differ from 0, which are those of W_V E U W_O. Chance: 0, the mean of random weights.
+    differ from 0, which are those of W_V E U W_O. The norms' divisions that the circuit leaves out would weight the
+    tokens x. Chance: 0, the mean of random weights.
 
     Returns:
         [1, heads], without an interval: nothing was drawn.

@@ -31,7 +31,7 @@ class LayerTracker:
         self._running: list[_Running] = []
         self._attended: set[str] = set()
         self._last = -1
-        self.ran = False
+        self.forwards = 0  # forward passes that began
 
     def entering(self, path: str) -> Callable[..., None]:
         """A forward pre-hook for the module of that path."""
@@ -39,8 +39,8 @@ class LayerTracker:
         def enter(module: nn.Module, arguments: Any) -> None:
             if not self._running:  # a forward pass begins
                 self._attended, self._last = set(), -1
+                self.forwards += 1
             self._running.append(_Running(path))
-            self.ran = True
 
         return enter
 

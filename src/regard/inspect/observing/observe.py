@@ -200,7 +200,7 @@ def _calls_of(
 
     with track_layers(model) as tracker, observe_calls(lambda call: observed(tracker, call)):
         yield
-    if model is not None and tracker.ran and not attended:
+    if model is not None and tracker.forwards and not attended:
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention was observed: it is not regard's. Call "
             "use_regard(model) of regard.integrate first. Modules that torch.compile compiles within the "
