@@ -196,6 +196,39 @@ def test_codes_that_are_taken_up_again_count_as_pages_in_use():
     assert pool.free_pages == 0
 
 
+def test_a_crop_makes_pages_plain_again_that_are_codes_only_because_of_what_it_removes():
+    """In a pool that has no page to spare, and where others share the page that was not full."""
+    pool = PagePool(pages=7, page=16, codec=Int8(residual=16, sinks=0))
+    first = pool.sequence()
+    before = [t.dense() for t in pool.append([first], *tokens_of(37))]
+    second, pages, nothing = first.fork(), [*first.plain], tokens_of(0)
+    pool.append([first], *tokens_of(33))
+    assert (len(first.coded), pool.free_pages) == (3, 0)
+    first.crop(37)
+    assert ([*first.plain], len(first.coded)) == (pages, 1)
+    for one in (first, second):
+        assert all(torch.equal(t.dense(), old) for t, old in zip(pool.append([one], *nothing), before, strict=True))
+    more = tokens_of(48)
+    second.free()
+    pool.append([first], *more)
+    for t, x in zip(pool.append([first], *nothing), more, strict=True):
+        torch.testing.assert_close(t.dense()[:, :, 37:], x, atol=0.1, rtol=0)
+
+
+def test_pages_of_codes_are_taken_only_by_those_with_the_same_tokens():
+    """A page that was cut, and became codes with other tokens, is no twin for those who have all of it."""
+    pool = PagePool(page=16, codec=Int8(residual=16, sinks=0))
+    first = pool.sequence()
+    pool.append([first], *tokens_of(16))
+    second = first.fork()
+    first.crop(10)
+    pool.append([first], *tokens_of(40))
+    found = pool.append([second], *tokens_of(0))[0].dense()
+    after = pool.append([second], *tokens_of(16))[0]
+    assert (len(first.coded), len(second.coded)) == (2, 1)
+    torch.testing.assert_close(after.dense()[:, :, :16], found, atol=0.1, rtol=0)
+
+
 def test_a_page_that_becomes_codes_for_one_is_left_to_the_other_to_write_in():
     pool = PagePool(pages=2, page=16, codec=Int8(residual=0, sinks=0))
     first = pool.sequence()

@@ -142,7 +142,10 @@ class Pool(RuleBasedStateMachine):
         if self.codes is not None and tokens % self.page and self.first <= whole < self.first + s.coded:
             self.read_back(s, whole)
         s.ids, s.k, s.v = s.ids[:tokens], s.k[:, :tokens], s.v[:, :tokens]
-        s.coded = max(0, min(s.coded, whole - self.first))
+        most = max(0, min(s.coded, whole - self.first))
+        least = max(0, self.pool.storage.coded_page_end(tokens) - self.first)
+        s.coded = len(s.real.coded)  # the others are plain again, as they came
+        assert min(least, most) <= s.coded <= most
 
     def read_back(self, s: Plain, number: int) -> None:
         """Of a page of codes a part stays: as it came, or as it was written."""

@@ -13,7 +13,7 @@ from regard import ProblemError
 from regard.cache import KVCache
 from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
-from regard.storage.stored import Contiguous, StoredTensor
+from regard.storage.stored import Contiguous, Paged, StoredTensor
 from tests.selection import examples
 
 BATCH, HEADS, QK, V = 2, 3, 5, 37
@@ -211,6 +211,30 @@ def test_drafts_that_were_not_accepted_leave_no_trace():
             drafted.crop(at)
         append(drafted, k[:, :, at:end], v[:, :, at:end])
         at = end
+
+
+@pytest.mark.exhaustive(per="layout")
+@pytest.mark.parametrize("new", [1, 5, 17, 32, 40, 71])
+@pytest.mark.parametrize(
+    "codec", [Int8(16, residual=32, sinks=0), Int4(16, residual=16), Fp8(16, residual=5, sinks=17)], ids=repr
+)
+@pytest.mark.parametrize("layout", [None, Paged(16), Paged(32)], ids=repr)
+def test_a_crop_of_one_append_restores_what_was_stored_before(layout: Paged | None, codec: Codec, new: int):
+    """Whatever became codes since then; and of an append of up to `residual` tokens any part leaves no trace."""
+    k, v = tokens_of(200)
+
+    def stored(*ends: int) -> tuple[KVCache, list[Tensor]]:
+        cache = KVCache(layout, codec)
+        for start, end in zip((0, *ends), ends, strict=False):
+            append(cache, k[:, :, start:end], v[:, :, start:end])
+        return cache, [t.dense() for t in append(cache, *tokens_of(0))]
+
+    for before in range(3, 81, 4):
+        for accepted in {0, 1, new // 2} if new <= codec.residual else {0}:
+            cache, _ = stored(before, before + new)
+            cache.crop(before + accepted)
+            _, expected = stored(before, before + accepted)
+            assert all(map(torch.equal, (t.dense() for t in append(cache, *tokens_of(0))), expected))
 
 
 def test_drafts_that_came_one_by_one_can_be_cropped():

@@ -68,7 +68,8 @@ def append_tokens(
     plain, coded = sum(row.new_plain for row in change.rows) + copies, len(change.new_codes)
     storage.check_free(plain + coded + revived - freed, plain + coded)
     encoded = _encode(storage, sequences, change, k, v)
-    storage.reserve(storage.plain.used - freed + plain, storage.coded.used + revived + coded)
+    # Plain pages that become codes are not overwritten by this append: a crop of its tokens needs them again.
+    storage.reserve(storage.plain.used + plain, storage.coded.used + revived + coded)
     plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
     if copied:
         storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
@@ -98,8 +99,8 @@ def _changes(storage: PageStorage, sequences: list[Sequence], new: int) -> _Chan
         codes: list[Page | int] = []
         for position in range(tail, stop):
             old = removed[position - tail] if (position + 1) * page <= start else None
-            if old is not None and old.twin is not None:
-                codes.append(old.twin)
+            if old is not None and (twin := old.twin_with(page)) is not None:
+                codes.append(twin)
             elif old is not None and old in new_codes:
                 codes.append(new_codes[old])
             else:
@@ -173,10 +174,10 @@ def _move_pages(
         for page in step.codes:
             if isinstance(page, Page):
                 storage.coded.retain(page)
-    for step in change.rows:
+    codes = _allocate_codes(storage, sequences, change, encoded)
+    for step in change.rows:  # after they have twins: a page with a twin is allocated last
         for page in step.removed:
             storage.plain.release(page)
-    codes = _allocate_codes(storage, sequences, change, encoded)
     plain: list[tuple[int, int, int]] = []
     coded: list[tuple[int, int, int]] = []
     copied: list[tuple[int, int]] = []
@@ -217,10 +218,11 @@ def _allocate_codes(
                 storage.coded.retain(page)
             seen.add(page)
             pages.append(page)
-            if i < len(step.removed) and (step.tail_page + i + 1) * storage.page <= s.tokens and page.twin is None:
-                old = step.removed[i]
-                old.twin, page.twin = page, old
-                if old.node is not None:
+            if i < len(step.removed) and page.twin is None:
+                old, tokens = step.removed[i], min(s.tokens - (step.tail_page + i) * storage.page, storage.page)
+                if old.twin is None or not old.twin.references:
+                    old.pair(page, tokens)
+                if old.node is not None and tokens == storage.page:
                     old.node.add(page)
         rows.append(pages)
     return rows

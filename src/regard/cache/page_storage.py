@@ -161,7 +161,7 @@ def to_indices(
     return {
         "plain": _page_state(plain),
         "coded": _page_state(coded),
-        "twins": [(page.index, page.twin.index) for page in plain.pages if page.twin is not None],
+        "twins": [(page.index, page.twin.index, page.twin_tokens) for page in plain.pages if page.twin is not None],
         "nodes": [
             (
                 None if node.parent is None else positions[id(node.parent)],
@@ -178,9 +178,8 @@ def to_indices(
 def from_indices(state: dict[str, Any], tables: list[BlockTable]) -> tuple[PageAllocator, PageAllocator, PrefixNode]:
     """The allocators and the root that `to_indices` was given; fills the tables, in the same order."""
     plain, coded = _allocator(state["plain"]), _allocator(state["coded"])
-    for i, j in state["twins"]:
-        page, twin = plain.pages[i], coded.pages[j]
-        page.twin, twin.twin = twin, page
+    for i, j, tokens in state["twins"]:
+        plain.pages[i].pair(coded.pages[j], tokens)
     nodes: list[PrefixNode] = []
     for parent, ids, *indices in state["nodes"]:
         node = PrefixNode() if parent is None else nodes[parent].child(tuple(ids))

@@ -20,21 +20,38 @@ class Page:
         references: how many sequences refer to it; 0: it is free.
         node: its token ids and those of all pages before it, where they are known.
         twin: the page with the same tokens in the other form (plain or codes), if there is one.
+        twin_tokens: how many of the first tokens the two have in common: fewer than a page if the plain one was not
+            full when its tokens became codes.
     """
 
-    __slots__ = ("allocator", "index", "node", "references", "twin")
+    __slots__ = ("allocator", "index", "node", "references", "twin", "twin_tokens")
 
     def __init__(self, allocator: "PageAllocator", index: int) -> None:
         self.allocator, self.index, self.references = allocator, index, 0
         self.node: PrefixNode | None = None
         self.twin: Page | None = None
+        self.twin_tokens = 0
 
     def invalidate(self) -> None:
         """Make the page impossible to find, because its content will be overwritten."""
-        if self.twin is not None:
-            self.twin.twin = self.twin = None
+        self._unpair()
         if self.node is not None:
             self.node.remove(self)
+
+    def pair(self, twin: "Page", tokens: int) -> None:
+        """Make the two twins, which have their first `tokens` tokens in common."""
+        for page in (self, twin):
+            page._unpair()
+        self.twin, twin.twin = twin, self
+        self.twin_tokens = twin.twin_tokens = tokens
+
+    def twin_with(self, tokens: int) -> "Page | None":
+        """The twin, if it has the first `tokens` tokens of this page."""
+        return self.twin if tokens <= self.twin_tokens else None
+
+    def _unpair(self) -> None:
+        if self.twin is not None:
+            self.twin.twin = self.twin = None
 
     def __repr__(self) -> str:
         return f"Page({self.index}, {self.references} references)"

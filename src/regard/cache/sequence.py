@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
+
 from regard.cache.page_storage import PageStorage
 from regard.cache.pages import BlockTable, Page, PrefixNode
 from regard.describe.whole_number import whole
@@ -79,11 +81,12 @@ class Sequence(BlockTable):
         """Remove all but the first `tokens` tokens, for example drafts that were not accepted.
 
         If the crop ends inside a page of codes, the rest of that page becomes a plain page again: with the original
-        elements if they are still stored, else with the decoded ones.
+        elements if they are still stored, else with the decoded ones. Whole pages that are codes only because of the
+        removed tokens become plain again if their original elements are still stored.
 
         Raises:
-            ProblemError: there are fewer tokens; the sequence was freed; or the pool has no page left for what is
-                decoded.
+            ProblemError: there are fewer tokens; the sequence was freed; or the pool has no page left for what becomes
+                plain again.
         """
         self.check_usable()
         tokens = whole(tokens, "the argument of crop")
@@ -150,7 +153,7 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
     """Remove all but the first `tokens` tokens of each sequence; each has at least as many.
 
     Raises:
-        ProblemError: the pool has no page left for decoded codes. Nothing was changed then.
+        ProblemError: the pool has no page left for codes that become plain. Nothing was changed then.
     """
     if all(s.tokens == tokens for s in sequences):
         return
@@ -158,39 +161,58 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         for s in sequences:
             _crop_segments(s, tokens)
         return
-    storage, whole_pages = sequences[0].storage, tokens // sequences[0].page
-    partial = bool(tokens % storage.page)
-    sources = [
-        s.page_at(whole_pages) if partial and storage.sink_pages <= whole_pages < s.tail_page else None
-        for s in sequences
-    ]
-    first_removed = [whole_pages if source is not None else whole_pages + partial for source in sources]
-    removed = Counter(page for s, i in zip(sequences, first_removed, strict=True) for page in s.pages_from(i))
+    storage, page = sequences[0].storage, sequences[0].page
+    sinks, first, end = storage.sink_pages, max(_first_plain(s, tokens) for s in sequences), -(-tokens // page)
+    sources = [s.coded[first - sinks : max(end - sinks, 0)] for s in sequences]  # pages of codes that become plain
+    twins = {
+        source: source.twin_with(min(tokens - position * page, page))
+        for own in sources
+        for position, source in enumerate(own, first)
+    }
+    removed = Counter(p for s, own in zip(sequences, sources, strict=True) for p in (*own, *s.pages_from(end)))
     freed = {
         allocator: sum(p.references == n and p.allocator is allocator for p, n in removed.items())
         for allocator in (storage.plain, storage.coded)
     }
-    cut = [source for source in sources if source is not None]
-    new = sum(source.twin is None or not source.twin.references for source in cut)
+    new = sum(twins[source] is None for own in sources for source in own)
+    new += sum(twin is not None and not twin.references for twin in twins.values())
     storage.check_free(new - sum(freed.values()), new)
     storage.reserve(storage.plain.used - freed[storage.plain] + new, storage.coded.used)
     memory = storage.coded_memory
-    decoded = {source: memory.read(source.index) for source in cut if memory is not None and not source.twin}
-    twins = [None if source is None else source.twin for source in sources]
-    for twin in twins:
-        if twin is not None:
-            storage.plain.retain(twin)
-    for s, i in zip(sequences, first_removed, strict=True):
-        s.release_from(i)
-    for s, source, twin in zip(sequences, sources, twins, strict=True):
-        if source is not None:
-            s.plain.append(storage.plain.allocate() if twin is None else twin)
-            if twin is None:
-                storage.plain_memory.write_page(s.plain[-1].index, decoded[source])
-                s.is_exact = False
+    decoded = {source: memory.read(source.index) for source in twins if memory is not None and twins[source] is None}
+    for own in sources:
+        for twin in (twins[source] for source in own):
+            if twin is not None:
+                storage.plain.retain(twin)
+    for s, own in zip(sequences, sources, strict=True):
+        s.release_from(end)
+        for source in reversed(own):
+            storage.coded.release(source)
+        del s.coded[first - sinks :]
+    for s, own in zip(sequences, sources, strict=True):
+        s.is_exact = s.is_exact and all(twins[source] is not None for source in own)
+        s.plain[sinks:sinks] = [twins[source] or _decoded_page(storage, decoded[source]) for source in own]
         s.tokens, s.batch = tokens, None
         del s.ids[tokens:]
-        s.unindex(whole_pages)
+        s.unindex(tokens // page)
+
+
+def _first_plain(s: Sequence, tokens: int) -> int:
+    """Position of the first plain page after the codes, once only the first `tokens` tokens are left.
+
+    Whole pages that would be plain without the removed tokens become plain, if their original elements are stored.
+    """
+    first, coded_end = max(min(s.tail_page, tokens // s.page), s.sink_pages), s.storage.coded_page_end(tokens)
+    while first > coded_end and s.page_at(first - 1).twin_with(s.page) is not None:
+        first -= 1
+    return first
+
+
+def _decoded_page(storage: PageStorage, elements: tuple[Tensor, Tensor]) -> Page:
+    """A new plain page with these keys and values, [kv_heads, page, dim]."""
+    page = storage.plain.allocate()
+    storage.plain_memory.write_page(page.index, elements)
+    return page
 
 
 def _crop_segments(s: Sequence, tokens: int) -> None:
