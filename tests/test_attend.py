@@ -1,5 +1,8 @@
 """The front door: worked numbers, watching, and that every argument counts."""
 
+from collections.abc import Generator
+from contextvars import copy_context
+
 import pytest
 import torch
 
@@ -181,6 +184,50 @@ def test_watchers_and_changes_come_in_the_order_of_entering():
         out = attend(q, q, q)
     assert torch.equal(seen[1], out)
     assert torch.equal(out, (seen[0] + 1) * 2)
+
+
+def scaled_by(factor: float) -> Generator[None]:
+    """A session, as a fixture or a server may write it."""
+    with replace_outputs(lambda call: call.out * factor):
+        yield
+
+
+def test_changes_may_end_in_any_order():
+    q = torch.randn(1, 1, 3, 7)
+    plain = attend(q, q, q)
+    first, second = scaled_by(2), scaled_by(3)
+    next(first)
+    next(second)
+    assert torch.equal(attend(q, q, q), plain * 2 * 3)
+    first.close()
+    assert torch.equal(attend(q, q, q), plain * 3)
+    second.close()
+    assert torch.equal(attend(q, q, q), plain)
+
+
+def test_a_function_that_is_entered_twice_leaves_once_each():
+    q, calls = torch.randn(1, 1, 3, 7), []
+
+    def change(call: Call) -> torch.Tensor:
+        calls.append(call)
+        return call.out
+
+    with replace_outputs(change):
+        with replace_outputs(change):
+            attend(q, q, q)
+        attend(q, q, q)
+    attend(q, q, q)
+    assert len(calls) == 3
+
+
+def test_a_change_that_ends_in_another_context_has_ended_everywhere():
+    q = torch.randn(1, 1, 3, 7)
+    plain = attend(q, q, q)
+    inside, session = copy_context(), scaled_by(0)
+    inside.run(next, session)
+    assert not inside.run(attend, q, q, q).any()
+    session.close()
+    assert torch.equal(inside.run(attend, q, q, q), plain)
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,21 @@ def run_route(route: Route, request: Request) -> State:
 
 @contextmanager
 def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
-    token = current_observers.set((*current_observers.get(), observer))
+    """Pass calls to the observer inside. Blocks may be left in another order than the reverse of entering.
+
+    They may also be left in another context, as generators are.
+    """
+    left = False
+
+    def entry(call: Call) -> Tensor | None:
+        return None if left else observer(call)
+
+    current_observers.set((*current_observers.get(), entry))
     try:
         yield
     finally:
-        current_observers.reset(token)
+        left = True  # for copies of this context, from which it cannot be removed
+        current_observers.set(tuple(each for each in current_observers.get() if each is not entry))
 
 
 def check_unobserved(function: str) -> None:

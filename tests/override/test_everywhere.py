@@ -228,6 +228,46 @@ def test_it_is_off_outside_and_for_good_until_it_is_turned_off():
     assert "regard" not in torch.compiler.config.cache_key_tag
 
 
+@pytest.mark.parametrize("for_good", [False, True])
+def test_blocks_that_were_made_before_others_were_entered_leave_what_was_on(for_good: bool):
+    regard.everywhere(for_good)
+    first, second = regard.everywhere(not for_good), regard.everywhere(not for_good)
+    for block in (first, second):
+        block.__enter__()
+    assert switch.is_on() is not for_good
+    for block in (first, second):
+        block.__exit__(None, None, None)
+    assert switch.is_on() is for_good
+
+
+def test_a_block_that_is_entered_takes_back_nothing_that_was_called_since():
+    block = regard.everywhere(False)
+    regard.everywhere()
+    with block:
+        assert not switch.is_on()
+    assert switch.is_on()
+
+
+def test_calls_without_an_end_are_not_kept():
+    for n in range(19):
+        regard.everywhere(n % 2 == 0)
+    assert len(switch._process.requests) == 1
+    with regard.everywhere(False):
+        pass
+    assert switch.is_on()
+
+
+def test_leaving_a_block_that_was_not_entered_is_an_error_and_changes_nothing():
+    with pytest.raises(ProblemError, match="left and was not entered"):
+        regard.everywhere().__exit__(None, None, None)
+    regard.everywhere(False)
+    with regard.everywhere() as block:
+        assert switch.is_on()
+    with block:
+        assert switch.is_on()
+    assert not switch.is_on()
+
+
 def test_blocks_of_several_threads_may_overlap():
     inside, go_on = threading.Event(), threading.Event()
 

@@ -210,7 +210,8 @@ class Global(Mask):
 
     Args:
         positions: the positions of those tokens, an iterable of ints. Each is a token of the call: for a chunk of a
-            prompt, give the positions up to the end of the chunk.
+            prompt, give the positions up to the end of the chunk. They are copied: what is written to a tensor of
+            positions later does not change the mask.
 
     >>> from regard import draw
     >>> print(draw(Global([1]), 3, 3))

@@ -37,7 +37,8 @@ def attention(
     def ours() -> Tensor:
         keeps, added = readable(attn_mask, query.numel() * key.shape[-2], query.dtype)
         out = attend_as_torch(query, key, value, added, 0.0, is_causal, scale, enable_gqa, "native", keeps)
-        return _in_torchs_layout(out, query)
+        fused = _is_for_fused_kernel(query, key, value, attn_mask, enable_gqa)
+        return _in_layout_of(query, out) if fused else out.contiguous()
 
     def theirs() -> Tensor:
         return attention_of_torch(
@@ -62,16 +63,29 @@ def _kind(mask: Tensor | None, causal: bool, out: Tensor | None) -> str:
     return masked + (", gradients" if out is not None and out.requires_grad else "")
 
 
-def _in_torchs_layout(out: Tensor, query: Tensor) -> Tensor:
-    """The output token by token in memory where the query is, since programs call `.transpose(1, 2).view(...)` on it.
+def _is_for_fused_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+    """Whether torch would choose its fused kernel.
 
-    Only the operator of a traced graph does not do so.
+    torch does not say so of tensors that are traced.
     """
-    if out.ndim != 4 or out.shape[3] != query.shape[3]:
-        return out.contiguous()
-    if query.stride(1) < query.stride(2) and out.stride(1) > out.stride(2):
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out
+    if mask is not None and (mask.requires_grad or mask.ndim == 3):
+        return False
+    if not query.ndim == key.ndim == value.ndim == 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if key.shape[1] != value.shape[1] or (key.shape[1] != query.shape[1] and not enable_gqa):
+        return False
+    return value.shape[3] == query.shape[3] and query.stride(3) == key.stride(3) == value.stride(3) == 1
+
+
+def _in_layout_of(query: Tensor, out: Tensor) -> Tensor:
+    """The output with the axes in memory in the order of the query's, as torch's fused kernel gives it.
+
+    Programs call `.transpose(1, 2).view(...)` on it. Only the operator of a traced graph does not do so.
+    """
+    if out.stride() == query.stride():
+        return out
+    like = torch.empty_like(query)
+    return out if out.stride() == like.stride() else like.copy_(out)
 
 
 def attention_below_autograd(*arguments: object, **options: object) -> Tensor:

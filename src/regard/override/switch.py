@@ -1,9 +1,11 @@
 """`regard.everywhere`: on and off, for the whole process."""
 
 import atexit
+from itertools import takewhile
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -26,23 +28,44 @@ CACHE_TAG = " regard.everywhere"
 _lock = Lock()
 
 
+class _Request(NamedTuple):
+    """A call of `everywhere` that holds without an end, unless what it returned is entered as a `with` block."""
+
+    returned: "ref[Everywhere]"
+    on: bool
+
+
 class _Process:
     """What is on in this process.
 
     Attributes:
-        for_good: whether it was turned on without an end.
+        for_good: whether it was turned on without an end, by a call that can no longer become a `with` block.
+        requests: later calls, the last one first.
         entered, paused: how many `with` blocks that turn it on, and off, are being run, in all threads.
         library: what registers the kernels while it lives; None while torch's own are used.
     """
 
     for_good = False
+    requests: tuple[_Request, ...] = ()
     entered = 0
     paused = 0
     library: torch.library.Library | None = None
 
+    def request(self, returned: "Everywhere", on: bool) -> None:
+        """Turn it on or off without an end, until `withdraw`."""
+        later = tuple(takewhile(lambda each: each.returned() is not None, self.requests))
+        if len(later) < len(self.requests):
+            self.for_good = self.requests[len(later)].on
+        self.requests = (_Request(ref(returned), on), *later)
+
+    def withdraw(self, returned: "Everywhere") -> None:
+        """Take back this request alone: other threads may have made some since."""
+        self.requests = tuple(each for each in self.requests if each.returned() is not returned)
+
     def settle(self) -> None:
         """Install or remove the kernels."""
-        on = (self.for_good or self.entered > 0) and not self.paused
+        for_good = self.requests[0].on if self.requests else self.for_good
+        on = (for_good or self.entered > 0) and not self.paused
         if on and self.library is None:
             self.library = torch.library.Library("aten", "IMPL")
             self.library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
@@ -76,9 +99,9 @@ class Everywhere:
     def __init__(self, on: bool, prints: bool) -> None:
         self._on, self._prints = on, prints
         self._tally = report.Tally(measures=prints)
+        self._blocks = 0
         with _lock:
-            self._before = _process.for_good
-            _process.for_good = on
+            _process.request(self, on)
             _process.settle()
         if on:
             report.listen(self._tally)
@@ -98,7 +121,8 @@ class Everywhere:
 
     def __enter__(self) -> Self:
         with _lock:
-            _process.for_good = self._before
+            _process.withdraw(self)
+            self._blocks += 1
             _process.entered += self._on
             _process.paused += not self._on
             _process.settle()
@@ -108,6 +132,12 @@ class Everywhere:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with _lock:
+            if not self._blocks:
+                raise ProblemError(
+                    "regard.everywhere() is left and was not entered: expected `with regard.everywhere():`. To turn "
+                    "it off, call regard.everywhere(False)."
+                )
+            self._blocks -= 1
             _process.entered -= self._on
             _process.paused -= not self._on
             _process.settle()
