@@ -14,6 +14,7 @@ from regard import (
     MaskFunction,
     Prefix,
     ProblemError,
+    RefusalError,
     TensorBias,
     Tree,
     Window,
@@ -24,6 +25,7 @@ from regard import (
     observe_calls,
     replace_outputs,
 )
+from regard.calls import check_unobserved
 from regard.scores import Dot
 
 
@@ -228,6 +230,19 @@ def test_a_change_that_ends_in_another_context_has_ended_everywhere():
     assert not inside.run(attend, q, q, q).any()
     session.close()
     assert torch.equal(inside.run(attend, q, q, q), plain)
+
+
+def test_observers_that_have_ended_change_nothing_in_a_copied_context():
+    def gradients() -> None:
+        check_unobserved("ring_attend")
+        attend(q, q, q, backend="sdpa")  # which gives no log-sum-exp with a gradient, as observers need it
+
+    q = torch.randn(1, 1, 3, 7, requires_grad=True)
+    with observe_calls(lambda call: None):
+        inside = copy_context()
+        with pytest.raises(RefusalError):
+            inside.run(gradients)
+    inside.run(gradients)
 
 
 @pytest.mark.parametrize(

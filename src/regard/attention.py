@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
-from regard.calls import current_observers, current_route, pass_to_observers, run_route
+from regard.calls import active_observers, current_observers, current_route, pass_to_observers, run_route
 from regard.cost.machine import Machine
 from regard.cost.machines import find_machine
 from regard.describe.bias import Bias
@@ -269,7 +269,7 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
         return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it
     if (route := current_route.get()) is not None:
         return run_route(route, request)
-    observers = current_observers.get()
+    observers = active_observers()
     if is_counted() and not observers and _passes_operator(request.bias):
         return attend_traced(request)
     if not observers and (state := step(request)) is not None:

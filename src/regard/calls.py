@@ -42,10 +42,31 @@ class Call:
     lse: Tensor
 
 
-Observers = tuple[Callable[[Call], Tensor | None], ...]
+Observers = tuple["_Observer", ...]
 """Functions that get each call, in the order of entering; where one returns a tensor, it replaces the output."""
 
 current_observers: ContextVar[Observers] = ContextVar("observers", default=())
+"""Some may have ended, in a context that was copied before that: `active_observers` drops them."""
+
+
+class _Observer:
+    """An observer; `seen` is None once its block has ended."""
+
+    def __init__(self, seen: Callable[[Call], Tensor | None]) -> None:
+        self.seen: Callable[[Call], Tensor | None] | None = seen
+
+    def __call__(self, call: Call) -> Tensor | None:
+        return None if self.seen is None else self.seen(call)
+
+
+def active_observers() -> Observers:
+    """The observers whose blocks have not ended."""
+    if not (found := current_observers.get()):
+        return found
+    active = tuple(each for each in found if each.seen is not None)
+    if len(active) < len(found):
+        current_observers.set(active)
+    return active
 
 
 @contextmanager
@@ -127,22 +148,18 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
 
     They may also be left in another context, as generators are.
     """
-    left = False
-
-    def entry(call: Call) -> Tensor | None:
-        return None if left else observer(call)
-
-    current_observers.set((*current_observers.get(), entry))
+    entry = _Observer(observer)
+    current_observers.set((*active_observers(), entry))
     try:
         yield
     finally:
-        left = True  # for copies of this context, from which it cannot be removed
-        current_observers.set(tuple(each for each in current_observers.get() if each is not entry))
+        entry.seen = None
+        active_observers()
 
 
 def check_unobserved(function: str) -> None:
     """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`: the function makes no `Call`."""
-    if current_observers.get():
+    if active_observers():
         raise RefusalError(
             f"{function} inside of observe_calls or replace_outputs: a rank has only some of the queries and keys, so "
             "there is no call to observe. Call it outside, or attend in one process."

@@ -215,6 +215,20 @@ def test_a_crop_makes_pages_plain_again_that_are_codes_only_because_of_what_it_r
         torch.testing.assert_close(t.dense()[:, :, 37:], x, atol=0.1, rtol=0)
 
 
+@pytest.mark.parametrize("tokens", [80, 64, 48])
+def test_a_crop_that_cuts_no_page_needs_none(tokens: int):
+    """In a full pool whose pages another sequence still has: whole pages stay codes."""
+    pool = PagePool(pages=6, page=16, codec=Int8(residual=16, sinks=0))
+    first = pool.sequence()
+    appended = [pool.append([first], *tokens_of(16))[0] for _ in range(6)]
+    second, before = first.fork(), appended[-1].dense()
+    assert pool.free_pages == 0
+    second.crop(tokens)
+    kept = pool.append([second], *tokens_of(0))[0].dense()
+    assert torch.equal(kept[:, :, : tokens - 16], before[:, :, : tokens - 16])
+    torch.testing.assert_close(kept, before[:, :, :tokens], atol=0.1, rtol=0)
+
+
 def test_pages_of_codes_are_taken_only_by_those_with_the_same_tokens():
     """A page that was cut, and became codes with other tokens, is no twin for those who have all of it."""
     pool = PagePool(page=16, codec=Int8(residual=16, sinks=0))

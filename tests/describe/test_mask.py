@@ -390,7 +390,6 @@ KEPT = {
     "floats": (lambda self, b, h, q, k: (k - q).float(), "keep returned torch.float32; expected a bool tensor"),
     "integers": (lambda self, b, h, q, k: k - q, "keep returned torch.int64; expected a bool tensor"),
     "nothing": (lambda self, b, h, q, k: None, "keep returned NoneType; expected a bool tensor"),
-    "a truth value": (lambda self, b, h, q, k: True, "keep returned bool; expected a bool tensor"),
     "another shape": (
         lambda self, b, h, q, k: torch.ones(3, 5, dtype=torch.bool),
         r"keep returned bool \[3, 5\] for positions that broadcast to .*: expected that shape, or one that broadcasts",
@@ -407,6 +406,16 @@ def test_the_keep_of_a_mask_gives_a_bool_tensor_of_the_shape_of_its_positions(na
     keep, says = KEPT[name]
     with pytest.raises(ProblemError, match=rf"^Own\(\): {says}"):
         call(combined(_of(keep=keep)))
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED)
+@pytest.mark.parametrize("always", [True, False])
+def test_a_keep_may_be_one_truth_value_for_all_positions(combined: Any, always: bool):
+    x = torch.randn(1, 1, 4, 8)
+    plain = combined(TensorMask(torch.full((4, 4), always)))
+    found = combined(_of(keep=lambda self, b, h, q, k: always))
+    assert torch.equal(attend(x, x, x, mask=found), attend(x, x, x, mask=plain))
+    assert draw(found, 4, 4) == draw(plain, 4, 4)
 
 
 def test_a_combined_mask_of_whole_positions_is_a_truth_value():

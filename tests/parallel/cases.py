@@ -187,6 +187,12 @@ def ring_with(
     run(rank, size, **{**more, **change.get(rank, {})})
 
 
+def ring_late(rank: int, size: int, *, timeout: float, **more: Any) -> None:
+    """`ring_with`, when others have waited for longer than the timeout."""
+    time.sleep(1.4 * timeout)
+    ring_with(rank, size, timeout=timeout, **more)
+
+
 def decode_for_ever(rank: int, size: int, *, timeout: float, **more: Any) -> None:
     """`fill_and_decode`, many times."""
     for _ in range(1000):

@@ -121,22 +121,58 @@ def test_ranks_that_call_in_different_forms_that_were_seen_before_are_told(
     three: Workers, run: Any, change: str, is_new: bool
 ):
     """Whether the other form is new to all or known to all: no message of one call is taken for one of the other."""
-    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": 2.0, "run": run}
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": run}
     three.run(cases.ring_with, change={}, **words)
     if not is_new:
         three.run(cases.ring_with, change={}, **{**words, **OTHER[change]})
-    for error, seconds in three.failing(cases.ring_with, {}, change={2: OTHER[change]}, **words):
-        assert isinstance(error, ProblemError)
-        assert "the ranks of a group make the same call, and these differ" in str(error)
-        assert len({line[8:] for line in str(error).splitlines() if "rank 0: " in line or "rank 2: " in line}) == 2
+    for error, seconds in three.failing(cases.ring_with, {}, change={2: OTHER[change]}, timeout=2.0, **words):
+        assert_tells_calls_apart(error)
         assert seconds < 10
+
+
+def assert_tells_calls_apart(error: Any) -> None:
+    assert isinstance(error, ProblemError)
+    assert "the ranks of a group make the same call, and these differ" in str(error)
+    assert len({line[8:] for line in str(error).splitlines() if "rank 0: " in line or "rank 2: " in line}) == 2
+    assert "cannot use the group any more: start all ranks again" in str(error)
+
+
+@pytest.mark.parametrize("is_known", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_ranks_that_call_different_functions_are_told(three: Workers, is_known: bool):
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal()}
+    if is_known:
+        three.run(cases.ulysses, **words)
+        for error, _ in three.failing(cases.ring, {2: cases.ulysses}, timeout=2.0, **words)[:2]:
+            assert_tells_calls_apart(error)
+    else:
+        for error, _ in three.failing(cases.ring, {2: cases.ulysses}, timeout=30.0, **{**words, "scale": 0.5})[:2]:
+            assert isinstance(error, ProblemError)
+            assert "rank 0: ring_attend: q [" in str(error)
+            assert "rank 2: ulysses_attend: q [" in str(error)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_name_different_backends_are_told(three: Workers):
+    """The form with one backend is new to rank 2 alone."""
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": 2.0}
+    for error, seconds in three.failing(cases.ring_with, {}, change={2: {"backend": "reference"}}, **words):
+        assert_tells_calls_apart(error)
+        assert seconds < 10
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_comes_late_to_a_new_form_is_named(three: Workers):
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Window(9), "timeout": 2.0}
+    for error, seconds in three.failing(cases.ring_with, {2: cases.ring_late}, change={}, **words)[:2]:
+        assert "rank 2 of 3 is lost: it did not make its call 2, of a new form, within 2 s" in str(error)
+        assert seconds < 3.8
 
 
 @pytest.mark.parametrize("run", [cases.ring, pytest.param(cases.ulysses, marks=pytest.mark.exhaustive)])
 def test_a_wrong_argument_in_a_form_that_the_others_know_is_told_on_every_rank(three: Workers, run: Any):
-    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": 2.0, "run": run}
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": run}
     three.run(cases.ring_with, change={}, **words)
-    for error, _ in three.failing(cases.ring_with, {}, change={1: {"k": words["k"][..., :4]}}, **words):
+    for error, _ in three.failing(cases.ring_with, {}, change={1: {"k": words["k"][..., :4]}}, timeout=2.0, **words):
         assert isinstance(error, ProblemError)
         assert "q has 16 dimensions and k 4" in str(error)
 

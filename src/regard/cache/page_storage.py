@@ -92,6 +92,10 @@ class PageStorage:
         """One past the last page that is written as codes, for a sequence of `tokens` tokens that was never cropped."""
         return max(self.sink_pages, (tokens - self.residual) // self.page) if self.codec is not None else 0
 
+    def has_free(self, more: int) -> bool:
+        """Whether the limit allows this many more pages in use."""
+        return self.limit is None or self.used + more <= self.limit
+
     def check_free(self, more: int, wanted: int) -> None:
         """Raise `ProblemError` if the limit does not allow more pages in use.
 
@@ -99,8 +103,9 @@ class PageStorage:
             more: pages in use afterwards, less those in use now.
             wanted: pages to be allocated, for the message.
         """
-        if self.limit is None or self.used + more <= self.limit:
+        if self.has_free(more):
             return
+        assert self.limit is not None
         raise ProblemError(
             f"{wanted} pages of {self.page} tokens are wanted, and {self.limit - self.used} of {self.limit} are free; "
             f"{len(self.tables)} sequences hold the others. Nothing was changed: free() or crop() a sequence, or "

@@ -1,7 +1,7 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -82,7 +82,7 @@ class Sequence(BlockTable):
 
         If the crop ends inside a page of codes, the rest of that page becomes a plain page again: with the original
         elements if they are still stored, else with the decoded ones. Whole pages that are codes only because of the
-        removed tokens become plain again if their original elements are still stored.
+        removed tokens become plain again if their original elements are still stored, and the pool has room for these.
 
         Raises:
             ProblemError: there are fewer tokens; the sequence was freed; or the pool has no page left for what becomes
@@ -161,48 +161,85 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         for s in sequences:
             _crop_segments(s, tokens)
         return
+    storage = sequences[0].storage
+    cut = max(_first_cut(s, tokens) for s in sequences)
+    crop = _planned(sequences, tokens, max(_first_restored(s, tokens) for s in sequences))
+    if crop.first < cut and not storage.has_free(crop.more):
+        crop = _planned(sequences, tokens, cut)  # whole pages stay codes
+    storage.check_free(crop.more, crop.new)
+    storage.reserve(storage.plain.used + crop.new_plain, storage.coded.used)
+    _crop_pages(sequences, tokens, crop)
+
+
+class _Crop(NamedTuple):
+    """What a crop does to the pages of sequences.
+
+    Attributes:
+        first: position of the first page that is plain afterwards, behind the sinks.
+        sources: of each sequence, the pages of codes that become plain.
+        twins: the pages with their original elements; None: they are decoded.
+        new: pages to be allocated.
+        more: pages in use afterwards, less those in use now.
+        new_plain: the same of plain pages.
+    """
+
+    first: int
+    sources: list[list[Page]]
+    twins: dict[Page, Page | None]
+    new: int
+    more: int
+    new_plain: int
+
+
+def _planned(sequences: list[Sequence], tokens: int, first: int) -> _Crop:
     storage, page = sequences[0].storage, sequences[0].page
-    sinks, first, end = storage.sink_pages, max(_first_plain(s, tokens) for s in sequences), -(-tokens // page)
-    sources = [s.coded[first - sinks : max(end - sinks, 0)] for s in sequences]  # pages of codes that become plain
+    sinks, end = storage.sink_pages, -(-tokens // page)
+    sources = [s.coded[first - sinks : max(end - sinks, 0)] for s in sequences]
     twins = {
         source: source.twin_with(min(tokens - position * page, page))
         for own in sources
         for position, source in enumerate(own, first)
     }
     removed = Counter(p for s, own in zip(sequences, sources, strict=True) for p in (*own, *s.pages_from(end)))
-    freed = {
-        allocator: sum(p.references == n and p.allocator is allocator for p, n in removed.items())
-        for allocator in (storage.plain, storage.coded)
-    }
+    freed = [p for p, n in removed.items() if p.references == n]
     new = sum(twins[source] is None for own in sources for source in own)
     new += sum(twin is not None and not twin.references for twin in twins.values())
-    storage.check_free(new - sum(freed.values()), new)
-    storage.reserve(storage.plain.used - freed[storage.plain] + new, storage.coded.used)
-    memory = storage.coded_memory
+    plain = sum(p.allocator is storage.plain for p in freed)
+    return _Crop(first, sources, twins, new, new - len(freed), new - plain)
+
+
+def _crop_pages(sequences: list[Sequence], tokens: int, crop: _Crop) -> None:
+    storage, sources, twins = sequences[0].storage, crop.sources, crop.twins
+    sinks, memory = storage.sink_pages, storage.coded_memory
     decoded = {source: memory.read(source.index) for source in twins if memory is not None and twins[source] is None}
     for own in sources:
         for twin in (twins[source] for source in own):
             if twin is not None:
                 storage.plain.retain(twin)
     for s, own in zip(sequences, sources, strict=True):
-        s.release_from(end)
+        s.release_from(-(-tokens // s.page))
         for source in reversed(own):
             storage.coded.release(source)
-        del s.coded[first - sinks :]
+        del s.coded[crop.first - sinks :]
     for s, own in zip(sequences, sources, strict=True):
         s.is_exact = s.is_exact and all(twins[source] is not None for source in own)
         s.plain[sinks:sinks] = [twins[source] or _decoded_page(storage, decoded[source]) for source in own]
         s.tokens, s.batch = tokens, None
         del s.ids[tokens:]
-        s.unindex(tokens // page)
+        s.unindex(tokens // s.page)
 
 
-def _first_plain(s: Sequence, tokens: int) -> int:
-    """Position of the first plain page after the codes, once only the first `tokens` tokens are left.
+def _first_cut(s: Sequence, tokens: int) -> int:
+    """Position of the first plain page behind the sinks, once only the first `tokens` tokens are left."""
+    return max(min(s.tail_page, tokens // s.page), s.sink_pages)
 
-    Whole pages that would be plain without the removed tokens become plain, if their original elements are stored.
+
+def _first_restored(s: Sequence, tokens: int) -> int:
+    """The same if whole pages that would be plain without the removed tokens become plain.
+
+    Only those whose original elements are stored do.
     """
-    first, coded_end = max(min(s.tail_page, tokens // s.page), s.sink_pages), s.storage.coded_page_end(tokens)
+    first, coded_end = _first_cut(s, tokens), s.storage.coded_page_end(tokens)
     while first > coded_end and s.page_at(first - 1).twin_with(s.page) is not None:
         first -= 1
     return first

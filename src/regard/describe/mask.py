@@ -296,9 +296,17 @@ def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Position
             f"{mask!r} uses a tensor as a condition of `if`, `and`, `or` or `not`: b, h, q and k are tensors of many "
             "positions at once. Combine conditions with & | ~, and choose between two with torch.where."
         ) from error
+    if isinstance(cast(object, kept), bool):  # the same for all positions
+        kept = _for_tensors(kept, b, h, q, k)
     if (wrong := wrong_kept(kept, b, h, q, k)) is not None:
         raise ProblemError(f"{mask!r}: keep returned {wrong}")
     return kept
+
+
+def _for_tensors(kept: Any, *positions: Positions) -> Any:
+    """A bool as a tensor where positions are tensors."""
+    device = next((p.device for p in positions if isinstance(p, Tensor)), None)
+    return kept if device is None else torch.tensor(kept, device=device)
 
 
 def wrong_kept(kept: object, *positions: Positions) -> str | None:

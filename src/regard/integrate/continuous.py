@@ -114,7 +114,7 @@ def paged_attention(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
     ends = kwargs["cu_seq_lens_k"]
-    if isinstance(ends, dict):  # by kind of layer, until a layer that writes keys has made it that of its own
+    if isinstance(ends, dict):  # by kind of layer; a layer that writes keys has replaced it by its own entry
         ends = cast("dict[str, Tensor]", ends)[_kind(module)]
     for mine, theirs in _requests(kwargs["cu_seq_lens_q"], ends):
         found = attend(

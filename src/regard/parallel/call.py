@@ -185,8 +185,11 @@ def _form(a: Arguments, sizes: CallSizes) -> tuple[Any, ...]:
     """What must be equal on all ranks, as far as it can be compared in this process without reading much."""
     mask = None if a.mask is None else a.mask.fingerprint()
     specs = (mask, *(None if spec is None else spec.form() for spec in (a.bias, a.score)))
-    numbers = (a.scale, a.softcap, a.dropout, a.backend if isinstance(a.backend, str | None) else a.backend.name)
-    return (*_kind(a), sizes, *specs, *numbers)
+    return (*_kind(a), sizes, *specs, a.scale, a.softcap, a.dropout, _backend(a))
+
+
+def _backend(a: Arguments) -> str | None:
+    return a.backend if isinstance(a.backend, str | None) else a.backend.name
 
 
 def _kind(a: Arguments) -> tuple[Any, ...]:
@@ -199,8 +202,9 @@ def _kind(a: Arguments) -> tuple[Any, ...]:
 def _describe(a: Arguments, sizes: CallSizes, call: ShardedCall) -> str:
     kv_heads, k_dim, v_dim, qk_dim, dtype, device, sink, grad = _kind(a)
     kind = str(dtype).removeprefix("torch.")
-    numbers = {"scale": a.scale, "softcap": a.softcap, "dropout": a.dropout or None, "sink": sink or None}
-    more = "".join(f", {name} {value}" for name, value in numbers.items() if value is not None)
+    extra = {"scale": a.scale, "softcap": a.softcap, "dropout": a.dropout or None, "sink": sink or None}
+    extra |= {"backend": _backend(a)}
+    more = "".join(f", {name} {value}" for name, value in extra.items() if value is not None)
     return (
         f"q [{sizes.batch}, {sizes.heads}, {sizes.queries}, {qk_dim}] · kv [{sizes.batch}, {kv_heads}, {sizes.keys}, "
         f"{k_dim}|{v_dim}] {kind} on {device}, mask {_text(a.mask)}, bias {_text(a.bias, content=False)}, score "

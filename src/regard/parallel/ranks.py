@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, cast
@@ -48,10 +48,13 @@ RAISES = "raises "
 """Begins what a rank writes in place of its call, where that raises an error."""
 
 TAGS = 16
-"""More than the largest tag of a message; tags of the backend are such multiples of a call's seal, and this tag."""
+"""Tags of messages are below this; the backend gets `seal * TAGS + tag`."""
 
-SEALS = 1 << 27
-"""How many seals there are: the backend takes tags up to 2^31."""
+SEALS = {"gloo": 1 << 27}
+"""A seal is a number that tells calls apart, below this: gloo takes tags below 2^31."""
+
+FEW_SEALS = 1 << 11
+"""The same for other backends: MPI takes tags below 2^15 at least."""
 
 CLOSED = "clos|reset|broken pipe|refused|abort|connect|read error|write error"
 """In the error of a backend whose connection is gone."""
@@ -148,12 +151,12 @@ class Ranks:
             return
         self.number, known = self.known.calls, form in self.known.texts
         self.known.calls += 1
-        self.text = self.known.texts[form] if known else text()
+        self.text = self.known.texts[form] if known else f"{self.function}: {text()}"
         if not known:
             self._compare()
             self.known.texts[form] = self.text
         digest = hashlib.blake2b(f"{self.number} {self.text}".encode(), digest_size=8).digest()
-        self.seal = int.from_bytes(digest) % SEALS
+        self.seal = int.from_bytes(digest) % SEALS.get(dist.get_backend(self.group), FEW_SEALS)
 
     def refuse(self, why: str) -> None:
         """Begin a call that raises an error on this rank, and tell others so; waits for nobody."""
@@ -167,12 +170,14 @@ class Ranks:
         keys = {rank: f"regard/call/{self.number}/{rank}" for rank in range(self.size)}
         if missing := self._missing(keys, self.timeout):
             self._write_alive()  # to ranks that know the form, and wait for messages
-            if lost := self._missing({rank: f"regard/alive/{rank}" for rank in missing}, self.timeout):
-                self._lose(lost, f"did not make its call {self.number + 1}, of a new form, within {self.timeout:g} s")
-            self._check_same()
+            silent = self._missing({r: (f"regard/alive/{r}", keys[r]) for r in missing}, self.timeout)
+            if not silent:
+                self._check_same()
+            what = f"did not make its call {self.number + 1}, of a new form, within {self.timeout:g} s"
+            self._lose(silent or missing, what)
         texts = {rank: self._read(key) for rank, key in keys.items()}
         if len(set(texts.values())) > 1:
-            raise self._differ(texts.items())
+            raise ProblemError(self._difference(texts.items()))
 
     def start(self, messages: Sequence[Message]) -> Pending:
         """Start transfers; NCCL, which knows no tags, tells messages between two ranks apart by their order."""
@@ -255,17 +260,20 @@ class Ranks:
         self._write_alive()
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._check_refused(others, error)
+        alive = {rank: f"regard/alive/{rank}" for rank in others}
         suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
-        missing = self._missing({rank: f"regard/alive/{rank}" for rank in suspects}, grace)
+        missing = self._missing({rank: alive[rank] for rank in suspects}, grace)
         what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, and the connection is closed"
         if missing:
             self._lose(missing, what, error)
-        if self._missing({0: "regard/lost"}, 0.0 if timed_out else self.timeout):
+        if not timed_out:
+            self._missing(alive, self.timeout)  # all live, or one of them finds which is lost
+        if not self._has("regard/lost"):
             self._check_same(error)
             message = f"{self.function}: a message did not arrive, and every rank says that it is alive: {error}"
             self.known.lost = RankError(message)
             raise self.known.lost from error
-        self._lose([], "", error)
+        self._end("", error)
 
     def _write_alive(self) -> None:
         self._write(f"regard/alive/{self.rank}", f"call {self.number + 1}: {self.text or self.function}")
@@ -273,44 +281,52 @@ class Ranks:
     def _check_refused(self, others: Iterable[int], error: Exception) -> None:
         """Raise an error if other ranks raised one in this call, which this rank began."""
         keys = {rank: f"regard/call/{self.number}/{rank}" for rank in others}
-        told = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
-        if refused := {rank: text for rank, text in told.items() if text.startswith(RAISES)}:
-            self.known.lost = self._differ(sorted({self.rank: self.text, **refused}.items()))
-            raise self.known.lost from error
+        texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
+        if refused := {rank: text for rank, text in texts.items() if text.startswith(RAISES)}:
+            self._end(self._difference(sorted({self.rank: self.text, **refused}.items())), error)
 
     def _check_same(self, error: Exception | None = None) -> None:
         """Raise an error if ranks, which are alive, are in different calls."""
         keys = {rank: f"regard/alive/{rank}" for rank in range(self.size)}
         texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
         if len(set(texts.values())) > 1:
-            self.known.lost = self._differ(texts.items())
-            raise self.known.lost from error
+            self._end(self._difference(texts.items()), error)
 
-    def _differ(self, texts: Iterable[tuple[int, str]]) -> ProblemError:
+    def _difference(self, texts: Iterable[tuple[int, str]]) -> str:
         listed = "".join(f"\n  rank {self._name(rank)}: {text}" for rank, text in texts)
-        return ProblemError(f"{self.function}: the ranks of a group make the same call, and these differ.{listed}")
+        return f"{self.function}: the ranks of a group make the same call, and these differ.{listed}"
 
     def _lose(self, ranks: Sequence[int], what: str, error: Exception | None = None) -> NoReturn:
-        """Raise the first verdict on which ranks are lost, which is this one if there is none yet."""
-        first = self._ask(lambda store: store.compare_set("regard/lost", "", json.dumps([list(ranks), what])))
-        ranks, what = cast("tuple[list[int], str]", json.loads(first))
+        """Raise the first verdict: which is that these ranks are lost, if there is none yet."""
         names = " and ".join(self._name(rank) for rank in ranks)
         of_all = f"{names} of {dist.get_world_size()}"
         who = f"rank {of_all} is lost: it" if len(ranks) == 1 else f"ranks {of_all} are lost: they"
-        self.known.lost = RankError(
-            f"{self.function}: {who} {what}. This process (rank "
-            f"{dist.get_rank()}) cannot use the group any more: start all ranks again.",
-            tuple(dist.get_global_rank(self.group, rank) for rank in ranks),
+        self._end(f"{self.function}: {who} {what}.", error, ranks)
+
+    def _end(self, why: str, error: Exception | None, ranks: Sequence[int] = ()) -> NoReturn:
+        """Raise the first verdict, which is this one if there is none yet; the group cannot be used any more.
+
+        Args:
+            ranks: that are lost; none if ranks differ.
+        """
+        first = self._ask(lambda store: store.compare_set("regard/lost", "", json.dumps([list(ranks), why])))
+        ranks, why = cast("tuple[list[int], str]", json.loads(first))
+        end = " " if ranks else "\n"
+        message = (
+            f"{why}{end}This process (rank {dist.get_rank()}) cannot use the group any more: start all ranks again."
         )
+        lost = tuple(dist.get_global_rank(self.group, rank) for rank in ranks)
+        self.known.lost = RankError(message, lost) if lost else ProblemError(message)
         raise self.known.lost from error
 
-    def _missing(self, keys: dict[int, str], seconds: float) -> list[int]:
-        """The ranks whose key is not in the store when the time is over, or when there is a verdict."""
+    def _missing(self, keys: Mapping[int, str | tuple[str, ...]], seconds: float) -> list[int]:
+        """The ranks of which no key is in the store when the time is over, or when there is a verdict."""
         deadline = time.monotonic() + seconds
+        wanted = {rank: (key,) if isinstance(key, str) else key for rank, key in keys.items()}
         while True:
-            keys = {rank: key for rank, key in keys.items() if not self._has(key)}
-            if not keys or self._has("regard/lost") or time.monotonic() > deadline:
-                return list(keys)
+            wanted = {rank: names for rank, names in wanted.items() if not any(map(self._has, names))}
+            if not wanted or self._has("regard/lost") or time.monotonic() > deadline:
+                return list(wanted)
             time.sleep(POLL)
 
     def _name(self, rank: int) -> str:
