@@ -90,7 +90,7 @@ def test_gradients_flow_into_its_tensors():
 
 
 def test_one_of_another_shape_is_refused():
-    with pytest.raises(ProblemError, match=r"Wrong\(\): value\(b, h, q, k\) gave \[5\].*\[2, 3, 7, 11\]"):
+    with pytest.raises(ProblemError, match=r"Wrong\(\): value\(b, h, q, k\) returned \[5\].*\[2, 3, 7, 11\]"):
         attend(Q, K, V, bias=Wrong())
 
 
