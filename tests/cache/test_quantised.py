@@ -213,7 +213,7 @@ def test_drafts_that_were_not_accepted_leave_no_trace():
         at = end
 
 
-@pytest.mark.exhaustive(per="layout")
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("new", [1, 5, 17, 32, 40, 71])
 @pytest.mark.parametrize(
     "codec", [Int8(16, residual=32, sinks=0), Int4(16, residual=16), Fp8(16, residual=5, sinks=17)], ids=repr
