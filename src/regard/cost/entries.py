@@ -50,7 +50,7 @@ BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"
 
 
 def checked_entries(name: str, family: str | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the entries of a config.json, and leave out those that its family does not read.
+    """The entries of a config.json that its family reads, after a check of their values.
 
     Args:
         family: None for one that is not known, which may read any entry.

@@ -110,6 +110,8 @@ class Ranks:
         function: the function that communicates, for messages.
     """
 
+    number, text, seal = 0, "", 0  # of the call, once `agree` has begun it
+
     def __init__(self, group: dist.ProcessGroup | None, timeout: float, function: str) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ProblemError(
@@ -123,7 +125,6 @@ class Ranks:
             raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
         self.rank, self.size = rank, dist.get_world_size(self.group)
         self.timeout, self.function = timeout, function
-        self.number, self.text, self.seal = 0, "", 0  # of the call, once it is agreed on
         self.known = _known.setdefault(self.group, Known())
         if self.known.lost is not None:
             raise self.known.lost
@@ -133,7 +134,6 @@ class Ranks:
         """This process alone; it never waits."""
         made = object.__new__(cls)
         made.rank, made.size, made.timeout, made.function, made.known = 0, 1, timeout, function, Known()
-        made.number, made.text, made.seal = 0, "", 0
         return made
 
     def agree(self, form: object, text: Callable[[], str]) -> None:

@@ -10,21 +10,27 @@ from tests.inspect.intervene.models import Stack, albert, decoder, stack_input, 
 from tests.integrate import zoo
 
 
-def by_hand(model, ids, layer, token):
-    """The cosine distances of a Llama layer's outputs, with the value of a token zeroed behind v_proj."""
-    block, found = model.model.layers[layer], []
+def by_hand(model, ids, block, values, token, run=0):
+    """The cosine distances of a layer's outputs, with a token's value zeroed behind the projection `values`.
+
+    Args:
+        run: which run of the block is the layer, where layers share weights.
+    """
+    found, projected = [], []
 
     def zero(module, arguments, output):
-        return output.index_fill(1, torch.tensor([token]), 0.0)
+        projected.append(output)
+        return output.index_fill(1, torch.tensor([token]), 0.0) if len(projected) == run + 1 else None
 
     take = block.register_forward_hook(lambda m, a, out: found.append(out))
     with torch.no_grad():
         model(ids)
-        hook = block.self_attn.v_proj.register_forward_hook(zero)
+        hook = values.register_forward_hook(zero)
         model(ids)
     hook.remove()
     take.remove()
-    return 1 - torch.nn.functional.cosine_similarity(*(one.double() for one in found), dim=-1)
+    before, after = found[run], found[len(found) // 2 + run]
+    return 1 - torch.nn.functional.cosine_similarity(before.double(), after.double(), dim=-1)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -34,35 +40,19 @@ def test_it_is_the_layer_without_the_value(layer):
     found = value_zeroing(model, lambda: model(ids), layer, [0, 5, -1], tick=lambda: ticks.append(1))
     assert found.tokens == (0, 5, 12)
     assert found.module == f"model.layers.{layer}"
+    block = model.model.layers[layer]
     for place, token in enumerate(found.tokens):
-        assert torch.allclose(found.distances[:, place], by_hand(model, ids, layer, token), atol=1e-6)
+        expected = by_hand(model, ids, block, block.self_attn.v_proj, token)
+        assert torch.allclose(found.distances[:, place], expected, atol=1e-6)
     assert found.distances[:, 1, 5:].min() > 1e-6
     assert len(ticks) == 4
-
-
-def by_hand_in_albert(model, ids, layer, token):
-    """The cosine distances of the outputs of one run of the module that is every layer of an ALBERT."""
-    block, found, values = model.encoder.albert_layer_groups[0].albert_layers[0], [], []
-
-    def zero(module, arguments, output):
-        values.append(output)
-        return output.index_fill(1, torch.tensor([token]), 0.0) if len(values) == layer + 1 else None
-
-    take = block.register_forward_hook(lambda m, a, out: found.append(out))
-    with torch.no_grad():
-        model(ids)
-        hook = block.attention.value.register_forward_hook(zero)
-        model(ids)
-    hook.remove()
-    take.remove()
-    before, after = found[layer], found[len(found) // 2 + layer]
-    return 1 - torch.nn.functional.cosine_similarity(before, after, dim=-1)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_layer_with_shared_weights_is_one_run_of_its_module(layer):
     model, ids = albert(), texts()
-    expected = by_hand_in_albert(model, ids, layer, 4)
+    block = model.encoder.albert_layer_groups[0].albert_layers[0]
+    expected = by_hand(model, ids, block, block.attention.value, 4, run=layer)
     use_regard(model)
     found = value_zeroing(model, lambda: model(ids), layer, [4])
     assert found.module == "encoder.albert_layer_groups.0"
