@@ -149,8 +149,8 @@ _BEGIN = ctypes.c_int64(0)
 
 _PACK = struct.Struct(f"={len(OPERANDS)}q").pack
 
-pack_packed = struct.Struct("=q24sq24sq24sq32sq48s2q").pack
-"""Of `OPERANDS`, the addresses of q, k, v and out and the threads are integers; what follows each is bytes."""
+pack_packed = struct.Struct("=q24sq24sq24sq32s3q16s4q").pack
+"""Of `OPERANDS`, the strides of q, k, v and out (with lse) and the intervals are bytes; all others are integers."""
 
 
 def packed_operands(*values: int) -> bytes:

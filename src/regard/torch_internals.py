@@ -9,7 +9,7 @@ What is wrapped in a function is looked up when it is called, as its value chang
 
 import itertools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
@@ -267,7 +267,7 @@ is_flash_enabled: Callable[[], bool] = _find(
 """`torch.backends.cuda.flash_sdp_enabled` as one function of C++; torch 2.0."""
 
 _tensor_guards: Any = (
-    _find("torch._C._dynamo.guards.TensorGuards", None, "small calls inside regard.everywhere() take some 3 us more")
+    _find("torch._C._dynamo.guards.TensorGuards", None, "small calls take 1 to 3 us more")
     if VERSION <= (2, 15)
     else None
 )
@@ -275,15 +275,22 @@ _tensor_guards: Any = (
 used by versions that were tried."""
 
 
-def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
+def guard_of(*tensors: Tensor, free: Sequence[int | None] = ()) -> Callable[..., bool] | None:
     """A function that says whether tensors are like these, where all that matters to an operator is the same.
 
     Class, dtype, device, layout, sizes, strides, whether gradients flow, and of the thread: grad and inference mode,
     autocast of that device, `torch.func` and dispatch modes. None for tensors of which two are one object.
+
+    Args:
+        free: for each tensor, the dimension whose size may differ, or None; empty where all sizes are the same.
     """
     if _tensor_guards is None:
         return None
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
+    for of, axis in zip(sizes, free, strict=False):
+        if axis is not None:
+            of[axis] = None
+    strides = [list(t.stride()) for t in tensors]
     check = _tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check if check(*tensors) else None
 

@@ -49,6 +49,7 @@ ENDS = torch.tensor([9, 4])
 def nothing_known(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(known, "_calls", {})
     monkeypatch.setattr(ready, "_ready", {})
+    monkeypatch.setattr(ready, "_last", ())
 
 
 def posed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

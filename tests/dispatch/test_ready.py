@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import Causal, Documents, KeyLengths, Prefix, ProblemError, TensorMask, Window, attend
+from regard import Causal, Documents, KeyLengths, Prefix, ProblemError, RefusalError, TensorMask, Window, attend
 from regard.calls import observe_calls, replace_outputs
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Dilated
 from regard.describe.spec import spec
-from regard.dispatch import ready
+from regard.dispatch import choose, ready
 
 Call = tuple[Tensor, Tensor, Tensor, dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_ready() -> None:
+    """A guard can be made for each call."""
+    ready.forget()
 
 
 def _tensors(queries: int = 3, keys: int = 37, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,13 +84,49 @@ def test_a_bound_call_gives_the_same_bits_with_tokens_before_heads(queries: int)
             first = attend(q1, k, v, mask=Causal(), offset=offset)
             key, _ = ready.run(q1, k, v, Causal(), None, None, offset, None)
             assert key is not None
-            bound = ready.bind(key, q1, k, v, offset)
+            bound = ready.bind(key, q1, k, v)
             assert bound is not None
-            assert bound(q1, k, v).is_contiguous()
-            assert torch.equal(bound(q1, k, v).transpose(1, 2), first)
-            assert torch.equal(
-                bound(q1 * 2, k, -v).transpose(1, 2), attend(q1 * 2, k, -v, mask=Causal(), offset=offset)
-            )
+            assert bound(q1, k, v, 37, offset).is_contiguous()
+            assert torch.equal(bound(q1, k, v, 37, offset).transpose(1, 2), first)
+            other = q1 * 2, k, -v
+            plain = attend(*other, mask=Causal(), offset=offset)
+            assert torch.equal(bound(*other, 37, offset).transpose(1, 2), plain)
+
+
+@pytest.mark.parametrize("by_token", [False, True], ids=["by head", "by token"])
+@pytest.mark.parametrize("name", WORDS)
+def test_a_call_with_the_strides_of_the_last_one_is_known_by_a_guard(
+    name: str, by_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = _tensors()
+    if by_token:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    words = WORDS[name]
+    calls = [(q, k, v, words), (q * 2, k - 1, v + 1, words), (q, k[:, :, :9], v[:, :, :9], words)]
+    if "offset" in words:
+        calls.append((q, k, v, words | {"offset": 30}))
+    expected = [attend(*tensors, **more) for *tensors, more in calls]
+    attend(q, k, v, **words)
+    assert _is_ready(q, k, v, **words)
+    monkeypatch.setattr(ready, "_ready", {})  # no call is known by a key
+    for (*tensors, more), plain in zip(calls, expected, strict=True):
+        found = _run(*tensors, **more)
+        assert found is not None
+        assert torch.equal(found, plain)
+        assert found.stride() == plain.stride()
+    ready.forget()
+    assert not _is_ready(q, k, v, **words)
+
+
+def test_calls_whose_strides_always_differ_are_known_by_their_key_alone() -> None:
+    q, k, v = _tensors()
+    for keys in range(1, 30):
+        grown = [t[:, :, :keys].contiguous() for t in (k, v)]
+        found = attend(q, *grown, mask=Causal())
+        assert torch.equal(found, attend(q, *grown, mask=Causal(), backend="native"))
+    assert {call.backend for call, *_ in ready._last} <= {"native"}
+    assert len(ready._last) <= ready.LAST
+    assert _is_ready(q, k, v, mask=Causal())
 
 
 def test_tensors_whose_last_dimension_has_gaps_are_not_bound() -> None:
@@ -92,7 +134,7 @@ def test_tensors_whose_last_dimension_has_gaps_are_not_bound() -> None:
     attend(q, k, v, mask=Causal())
     key, _ = ready.run(q, k, v, Causal(), None, None, None, None)
     assert key is not None
-    assert ready.bind(key, q, k.mT.contiguous().mT, v, None) is None
+    assert ready.bind(key, q, k.mT.contiguous().mT, v) is None
 
 
 def test_a_mask_that_is_written_in_the_call_is_ready() -> None:
@@ -236,7 +278,8 @@ def test_a_call_that_differs_gives_what_it_gives_without_an_earlier_one(name: st
 
 def test_a_tensor_that_is_changed_in_place_is_seen() -> None:
     q, k, v = _tensors()
-    attend(q, k, v)
+    for _ in range(3):
+        attend(q, k, v)
     q.requires_grad_()
     assert attend(q, k, v).requires_grad
     with torch.no_grad():
@@ -250,6 +293,7 @@ def test_a_tensor_that_is_changed_in_place_is_seen() -> None:
 def test_contexts_are_seen() -> None:
     q, k, v = _tensors()
     plain = attend(q, k, v)
+    assert _is_ready(q, k, v)
     assert torch.equal(attend(q, k, v), plain)
     seen: list[object] = []
     with observe_calls(seen.append):
@@ -282,6 +326,23 @@ def test_a_traced_call_is_one_operator() -> None:
     compiled = torch.compile(attend, backend=see, fullgraph=True)
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
     assert "regard.attend" in graphs[0]
+
+
+def test_a_call_whose_plan_is_gone_is_not_ready() -> None:
+    q, k, v = _tensors()
+    attend(q, k, v)
+    assert _is_ready(q, k, v)
+    choose.forget_plans()
+    assert not _is_ready(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_call_that_torch_jit_traces_is_refused_after_others_too() -> None:
+    q, k, v = _tensors()
+    for _ in range(3):
+        attend(q, k, v)
+    with pytest.raises(RefusalError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(attend, (q, k, v))
 
 
 def test_masks_with_tensors_are_read_in_each_call() -> None:

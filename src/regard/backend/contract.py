@@ -43,11 +43,12 @@ Run: TypeAlias = Callable[[Tensor, Any, Any, int, int | None], Tensor | None]
 
 k and v are tensors, or both are stored (`StoredTensor`), as in the call that is repeated."""
 
-Bound: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The output of a call, [batch, queries, heads, v_dim] and contiguous, from q, k and v alone."""
+Bound: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor]
+"""The output of a call with known strides, from q, k, v, the number of keys and the offset."""
 
-Bind: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Bound | None]
-"""What runs calls with the strides of these q, k and v, this number of keys and this offset; None as for `Run`."""
+Bind: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], Bound | None]
+"""What runs calls with the strides of these q, k and v; None as for `Run`. The output is that of `Run`, or by token if
+the last argument is true: [batch, queries, heads, v_dim] and contiguous."""
 
 
 class Repeated(NamedTuple):

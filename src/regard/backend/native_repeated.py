@@ -33,7 +33,7 @@ class Like(NamedTuple):
 
 def repeated(attend: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) -> Repeated:
     """What runs calls of one struct and one number of queries, without a log-sum-exp."""
-    return Repeated(_run(attend, form, tiles, by_head, by_token), _bind(attend, form, tiles, by_token))
+    return Repeated(_run(attend, form, tiles, by_head, by_token), _bind(attend, form, tiles, by_head, by_token))
 
 
 OpenedOver: TypeAlias = Callable[[StoredTensor, StoredTensor], tuple[Any, object]]
@@ -82,26 +82,28 @@ def _run(run: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) ->
     return again
 
 
-def _bind(run: Attend, form: Any, tiles: Tiles, by_token: Like) -> Bind:
+def _bind(run: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) -> Bind:
     """What packs the strides of a call for all calls like it, of which only addresses are then read."""
     intervals, number, maps, _, memory = tiles
-    queries, _, like, strides, _, empty_like = by_token
-    threads, pack, attend = torch.get_num_threads, pack_packed, run.__call__
+    queries, threads, pack, attend = by_head.queries, torch.get_num_threads, pack_packed, run.__call__
+    of_intervals = packed_operands(intervals, number)
 
-    def bind(q: Tensor, k: Tensor, v: Tensor, keys: int, offset: int | None) -> Bound | None:
+    def bind(q: Tensor, k: Tensor, v: Tensor, is_by_token: bool) -> Bound | None:
         by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
         if not by_q[3] == by_k[3] == by_v[3] == 1:
             return None
+        is_turned = not is_by_token and by_q[1] < by_q[2] and queries > 1
+        _, _, like, strides, _, empty_like = by_token if is_by_token or is_turned else by_head
         of_q, of_k, of_v = (packed_operands(*by[:3]) for by in (by_q, by_k, by_v))
         of_out = packed_operands(*strides, 0)
-        rest = packed_operands(queries, keys, intervals, number, keys - queries if offset is None else offset, maps)
 
-        def bound(q: Tensor, k: Tensor, v: Tensor, kept: object = memory) -> Tensor:
+        def bound(q: Tensor, k: Tensor, v: Tensor, keys: int, offset: int | None, kept: object = memory) -> Tensor:
             out = empty_like(like)
             attend(form, (
-                q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(), of_out, threads(), rest,
+                q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(), of_out, threads(),
+                queries, keys, of_intervals, keys - queries if offset is None else offset, maps,
             ), pack)  # fmt: skip
-            return out
+            return out.transpose(1, 2) if is_turned else out
 
         return bound
 
@@ -140,5 +142,5 @@ def _run_stored(run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by
     return again
 
 
-def _bind_nothing(q: Tensor, k: Any, v: Any, keys: int, offset: int | None) -> None:
+def _bind_nothing(q: Tensor, k: Any, v: Any, is_by_token: bool) -> None:
     """Each call has parts of its own."""

@@ -6,22 +6,26 @@ it is constant, and the numbers. What is not in the key forces the long way: gra
 dispatch modes, classes of tensors, and masks with tensors or functions. Elements, strides, the number of keys and the
 offset are no part of the key, so each step of decoding finds the call of the step before.
 
+To build a key takes 2 us, as each attribute of a tensor that Python reads takes 0.1. So the last calls of tensors are
+known by a guard of torch.compile, which compares all of that in one function of C++.
+
 Stored keys and values have the encodings of their parts in the key, as in the key of a plan: addresses, tables and
 counts of tokens are read in each call. Rows of different lengths, rotated keys and rings go the long way.
 """
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 
-from regard.backend.contract import Bind, Bound, RepeatableKernel, Run
+from regard.backend.contract import Bound, RepeatableKernel, Repeated
 from regard.describe.mask import Mask
 from regard.describe.spec import Fingerprint
 from regard.dispatch.choose import Plan
 from regard.plan.problem import Operands
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import is_ordinary
+from regard.torch_internals import guard_of, is_ordinary
 
 KEPT = 256
 """Calls that are kept, with their kernels; none keeps a tensor of a call."""
@@ -29,10 +33,39 @@ KEPT = 256
 FARTHEST = 1 << 40
 """Of an offset."""
 
+LAST = 2
+"""The most calls that are known by a guard: layers with two masks, or self-attention and cross-attention. One that does
+not fit costs 0.3 us."""
+
+GUARDS = 8
+"""How many guards are made for a call, 20 us each."""
+
 Key = tuple[Any, ...]
 
-_ready: dict[Key, tuple[ref[Plan], Run, Fingerprint | None, Bind]] = {}
-"""A call whose plan is gone is ready no more. The fingerprint is kept alive, as its address is in the key."""
+
+class _Ready:
+    """A call that is ready.
+
+    Attributes:
+        plan: a call whose plan is gone is ready no more.
+        fingerprint: of the mask; kept alive, as its address is in the key.
+        guards: how many guards may still be made for it, one for each strides that it comes with.
+    """
+
+    __slots__ = ("backend", "bind", "fingerprint", "guards", "key", "plan", "run", "scale", "softcap")
+
+    def __init__(self, key: Key, plan: Plan, again: Repeated, fingerprint: Fingerprint | None) -> None:
+        self.key, self.plan, self.fingerprint = key, ref(plan), fingerprint
+        self.run, self.bind = again
+        self.scale, self.softcap, self.backend = key[-3:]
+        self.guards = GUARDS
+
+
+_ready: dict[Key, _Ready] = {}
+
+_last: tuple[tuple[_Ready, Callable[..., bool], Bound], ...] = ()
+"""The last calls that have a guard, the last one first, each with what is like it in all but elements and the number of
+keys, in the settings of this thread, and what runs that. Replaced as a whole, as other threads read it."""
 
 _LONG = None, None
 
@@ -44,8 +77,6 @@ def run(
     kind = type(k)
     if not (type(q) is Tensor and type(v) is kind and (kind is Tensor or kind is StoredTensor) and is_ordinary()):
         return _LONG
-    if is_grad_enabled() and (q.requires_grad or (kind is Tensor and (k.requires_grad or v.requires_grad))):
-        return _LONG
     if not (
         (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
@@ -53,6 +84,22 @@ def run(
         and (backend is None or type(backend) is str)
         and (mask is None or (isinstance(mask, Mask) and (mask := mask.constant()) is not None))
     ):
+        return _LONG
+    # A nested tensor would end the process in torch's guard.
+    if kind is Tensor and not (q.is_nested or k.is_nested or v.is_nested):
+        for call, is_like, bound in _last:
+            if (
+                call.fingerprint is mask
+                and call.scale == scale
+                and call.softcap == softcap
+                and call.backend == backend
+                and is_like(q, k, v)
+                and 0 < (keys := k.shape[2]) < FARTHEST
+                and v.shape[2] == keys
+                and call.plan() is not None
+            ):
+                return call.key, bound(q, k, v, keys, offset)
+    if is_grad_enabled() and (q.requires_grad or (kind is Tensor and (k.requires_grad or v.requires_grad))):
         return _LONG
     try:
         sizes, (k_batch, k_heads, keys, k_dim), (v_batch, v_heads, values, v_dim) = q.shape, k.shape, v.shape
@@ -74,7 +121,22 @@ def run(
     else:
         return _LONG
     found = _ready.get(key)
-    return key, None if found is None or found[0]() is None else found[1](q, k, v, keys, offset)
+    if found is None or found.plan() is None:
+        return key, None
+    if kind is Tensor and found.guards:
+        _guard(found, q, k, v)
+    return key, found.run(q, k, v, keys, offset)
+
+
+def _guard(call: _Ready, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Know calls like this one by a guard from now on, in place of the oldest call that is known so."""
+    global _last  # noqa: PLW0603
+    call.guards -= 1
+    others = [each for each in _last if each[0] is not call]
+    if call.guards and (is_like := guard_of(q, k, v, free=(None, 2, 2))) and (bound := call.bind(q, k, v, False)):
+        _last = ((call, is_like, bound), *others)[:LAST]
+    else:
+        _last = tuple(others)
 
 
 def _is_simple(stored: StoredTensor) -> bool:
@@ -84,16 +146,16 @@ def _is_simple(stored: StoredTensor) -> bool:
     return stored.parts[0].data.is_cpu
 
 
-def bind(key: Key, q: Tensor, k: Tensor, v: Tensor, offset: int | None) -> Bound | None:
-    """What runs calls that differ from a ready one in elements alone."""
+def bind(key: Key, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
+    """What runs calls with the strides of a ready one, by token."""
     found = _ready.get(key)
-    return None if found is None else found[3](q, k, v, k.shape[2], offset)
+    return None if found is None else found.bind(q, k, v, True)
 
 
 def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
     """Keep a call that was run, if its kernel can repeat it."""
     kernel, found = plan.kernel, _ready.get(key)
-    if found is not None and found[0]() is plan:  # its strides need another way
+    if found is not None and found.plan() is plan:  # its strides need another way
         return
     if plan.run is not kernel or plan.is_careful or not plan.is_for_any_mask or operands.key is None:
         return
@@ -106,10 +168,12 @@ def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
         return
     if (again := kernel.repeated(operands)) is not None:
         if len(_ready) >= KEPT:
-            _ready.clear()
-        _ready[key] = ref(plan), again.run, fingerprint, again.bind
+            forget()
+        _ready[key] = _Ready(key, plan, again, fingerprint)
 
 
 def forget() -> None:
     """Forget every ready call."""
+    global _last  # noqa: PLW0603
+    _last = ()
     _ready.clear()

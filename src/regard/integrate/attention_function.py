@@ -89,7 +89,7 @@ def attention(
             and not (query.is_nested or key.is_nested or value.is_nested or in_transform())
             and known[0](query, key, value)
         ):
-            return known[3](query, key, value), None
+            return known[3](query, key, value, known[4], known[5]), None
         (batch, _, queries, _), (k_batch, _, keys, _) = query.shape, key.shape
         if batch == k_batch and (batch, 1, queries, keys) == attention_mask.call:
             return run_layer(query, key, value, attention_mask, scaling, softcap), None

@@ -31,12 +31,16 @@ class KnownCall(NamedTuple):
         scale: of the call.
         softcap: of the call.
         run: what runs such calls.
+        keys: their number.
+        offset: of the call.
     """
 
     is_like: Callable[..., bool]
     scale: float | None
     softcap: float | None
     run: Bound
+    keys: int
+    offset: int
 
 
 def run_layer(q: Tensor, k: Tensor, v: Tensor, mask: "LayerMask", scale: float | None, softcap: float | None) -> Tensor:
@@ -52,6 +56,6 @@ def run_layer(q: Tensor, k: Tensor, v: Tensor, mask: "LayerMask", scale: float |
         out = _attend(q, k, v, mask=mask.mask, scale=scale, softcap=softcap, offset=mask.offset)
     elif mask.known is None and key is not None:
         offset = cast(int, mask.offset)  # else the call is not ready
-        if (is_like := guard_of(q, k, v)) is not None and (run := ready.bind(key, q, k, v, offset)) is not None:
-            mask.known = KnownCall(is_like, scale, softcap, run)
+        if (is_like := guard_of(q, k, v)) is not None and (run := ready.bind(key, q, k, v)) is not None:
+            mask.known = KnownCall(is_like, scale, softcap, run, k.shape[2], offset)
     return out.transpose(1, 2).contiguous()
