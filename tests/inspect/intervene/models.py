@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AlbertConfig, AlbertModel
 
 from regard import Causal, attend
@@ -58,6 +59,19 @@ class Stack(nn.Module):
         finally:
             for layer in self.layers:
                 layer.in_full = False
+
+
+class Checkpointed(Stack):
+    """Its layers run again in the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
 
 
 def stack_input(tokens=11, batch=2):

@@ -151,6 +151,18 @@ def test_a_batch_can_have_its_own_replacement():
     assert torch.equal(effect.losses, effect.base)
 
 
+def test_a_teacher_in_the_loss_is_not_ablated():
+    model, teacher, ids = decoder(), decoder(), texts()
+
+    def loss_of(batch):
+        return (teacher(batch) - model(batch)).square().mean((1, 2))
+
+    with ablated(model, [(0, 1)]):
+        out = model(ids)
+    (effect,) = ablation_effects(model, [ids], loss_of, [[(0, 1)]])
+    assert torch.equal(effect.losses, (teacher(ids) - out).square().mean((1, 2)))
+
+
 def test_greedy_takes_the_head_that_costs_least_each_time():
     model, batches = decoder(), [texts()]
     loss_of = next_token_loss(model)

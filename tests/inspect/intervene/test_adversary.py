@@ -9,6 +9,7 @@ from regard import attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.adversary import adversary
 from regard.inspect.intervene.rows import divergence
+from regard.inspect.observing.observe import observe
 from tests.inspect.intervene.models import decoder, texts
 
 
@@ -69,6 +70,27 @@ def test_the_caveat_comes_with_the_result():
 def test_what_makes_no_search_is_said(given):
     with pytest.raises(ProblemError, match="expected 0 < epsilon"):
         adversary(None, lambda: torch.ones(1, 2), [(0, 0)], **given)
+
+
+def test_weights_are_in_the_order_of_the_heads():
+    model, ids = decoder(), texts()
+    found = adversary(model, lambda: model(ids)[:, -1], [(1, 3), (0, 2), (1, 0)], steps=1, starts=1)
+    with torch.no_grad(), observe(model) as calls:
+        model(ids)
+    assert found.heads == ((1, 3), (0, 2), (1, 0))
+    for call, heads in zip(calls, ([2], [3, 0]), strict=True):
+        (own,) = (own for site, own in found.own.items() if site.layer == call.layer)
+        assert torch.allclose(own[:, :, 0, :-1], call.weights.dense()[:, heads, -1])
+
+
+def test_a_prediction_without_gradients_is_said():
+    model, ids = decoder(), texts()
+    predict = lambda: model(ids)[:, -1]  # noqa: E731
+    said = r"prediction has no gradients: let it run without torch\.no_grad, inference_mode and detach"
+    with pytest.raises(ProblemError, match=said), torch.inference_mode():
+        adversary(model, predict, [(1, 2)], steps=1, starts=1)
+    with pytest.raises(ProblemError, match=said):
+        adversary(model, lambda: predict().detach(), [(1, 2)], steps=1, starts=1)
 
 
 def test_gradients_of_the_model_stay_as_they_were():

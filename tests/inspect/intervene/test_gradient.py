@@ -13,7 +13,7 @@ from regard.inspect.weights.lazy import Weights
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, MultiHeadAttention
 from tests.inspect.intervene.memory import Largest, small_tiles
-from tests.inspect.intervene.models import Stack, decoder, stack_input, texts
+from tests.inspect.intervene.models import Checkpointed, Layer, Stack, decoder, stack_input, texts
 from tests.integrate import zoo
 
 
@@ -87,3 +87,34 @@ def test_weights_that_are_dropped_are_no_weights():
     model = Decoder(19, 32, 2, 4, attention=partial(MultiHeadAttention, dropout=0.5))
     with pytest.raises(ProblemError, match=r"call model.eval\(\) first"):
         gradient_attention(model.train(), lambda: model(texts())[:, -1, 3], [-1])
+
+
+def test_layers_that_run_without_gradients_are_refused():
+    model, x = Checkpointed(reentrant=True), stack_input().requires_grad_()
+    with pytest.raises(ProblemError, match=r"layer 0 ran without gradients: .* checkpointing \(use_reentrant=True\)"):
+        gradient_attention(model, lambda: model(x)[:, -1, 3], [-1])
+    with pytest.raises(ProblemError, match="layer 0 ran without gradients"):
+        gradient_attention(model, lambda: torch.no_grad()(model)(x)[:, -1, 3], [-1])
+
+
+def test_layers_that_run_again_with_gradients_are_as_they_were():
+    plain, model, x = Stack(), Checkpointed(reentrant=False), stack_input()
+    model.load_state_dict(plain.state_dict())
+    found, expected = (gradient_attention(m, lambda m=m: m(x)[:, -1, 3], [-1]).values for m in (model, plain))
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+class Twice(Layer):
+    """A module that attends twice in a run."""
+
+    def forward(self, x):
+        return super().forward(x) - super().forward(x.flip(-1))
+
+
+def test_a_layer_that_attends_more_than_once_is_refused():
+    model, x, message = Stack(), stack_input(), r"layer 0 attended more than once: .* layers attend once each"
+    with pytest.raises(ProblemError, match=message):  # two forward passes
+        gradient_attention(model, lambda: model(x)[:, -1, 3] + model(x)[:, -1, 4], [-1])
+    model.layers[0] = Twice(sink=False).double()
+    with pytest.raises(ProblemError, match=message):
+        gradient_attention(model, lambda: model(x)[:, -1, 3], [-1])

@@ -97,6 +97,16 @@ def test_attention_that_is_not_regards_is_said():
         heads_of(None, lambda: 1)
 
 
+def test_calls_of_another_model_are_left_and_add_no_heads():
+    model, other, ids = decoder(), decoder(), texts()
+    before, of_other = model(ids), other(ids)
+    with edit_outputs(model, lambda site, call: call.out * 0, [(1, 0)]) as sites:
+        assert torch.equal(other(ids), of_other)
+        assert not torch.equal(model(ids), before)
+        assert torch.equal(other(ids), of_other)
+    assert sites.names() == tuple((layer, head) for layer in (0, 1) for head in range(4))
+
+
 def test_a_failure_inside_is_what_comes_out():
     model = decoder()
     with pytest.raises(KeyError), edit_outputs(model, lambda site, call: None, [(7, 0)]):

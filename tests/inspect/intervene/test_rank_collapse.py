@@ -36,6 +36,8 @@ def test_padding_can_be_left_out():
     rows[0, 4:] = False
     assert torch.allclose(residual(x, rows)[0], residual(x[0, :4]))
     assert torch.allclose(residual(x, rows)[1], residual(x[1]))
+    x[0, 5] = torch.nan
+    assert torch.allclose(residual(x, rows)[0], residual(x[0, :4]))
 
 
 @pytest.mark.parametrize("rows", [None, torch.ones(2, 5) > 0])
@@ -246,6 +248,23 @@ def test_blocks_of_another_make_are_said_and_measured_as_they_are(name):
     found = rank_collapse(model, lambda: model(ids, **words), variants=AS_IT_IS)
     assert found.after["as it is"].shape == (len(found.modules), 2)
     assert hooks_of(model) == hooks
+
+
+class Mixed(nn.Module):
+    """A block that adds a mixer's output to its input; attention only adds to what the mixer takes, as in Zamba2."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mixer = MultiHeadAttention(32, 4), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.mixer(x + self.attention(x))
+
+
+def test_the_output_of_a_mixer_is_not_that_of_attention():
+    model, x = nn.ModuleDict({"0": Mixed()}), torch.randn(2, 7, 32)
+    with pytest.raises(ProblemError, match=r"block '0' of ModuleDict does not return x \+ attention"):
+        rank_collapse(model, lambda: model["0"](x))
 
 
 def test_cross_attention_is_no_mlp():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from regard import Causal, attend
 from regard.errors import ProblemError
@@ -32,8 +33,8 @@ def test_own_rows_are_those_of_the_matrix():
     _, matrices = model.in_full(x)
     subject = observe_rows(model, lambda: model(x)[:, -1], [(1, 3), (1, 0)], [4, -1])
     ((site, own),) = subject.own.items()
-    assert (site.layer, own.heads) == (1, (0, 3))
-    assert torch.allclose(own.weights[..., :-1], matrices[1][:, [0, 3]][:, :, [4, 10]], atol=1e-10)
+    assert (site.layer, own.heads) == (1, (3, 0))
+    assert torch.allclose(own.weights[..., :-1], matrices[1][:, [3, 0]][:, :, [4, 10]], atol=1e-10)
     assert torch.allclose(own.weights.sum(-1), torch.ones(2, 2, 2).double())
     assert own.allowed[0, 0, 0].tolist() == [True] * 5 + [False] * 6 + [True]
 
@@ -83,6 +84,7 @@ def test_divergence_is_a_mean_of_two_relative_entropies():
         ([(0, 0)], [], "at least one"),
         ([(0, 0)], [11], "row 11"),
         ([(3, 0)], [0], "layer 3"),
+        ([(0, 0)], [4, -1, 10], r"rows \(4, -1, 10\) name row 10 of 11 twice"),
     ],
 )
 def test_what_there_is_not_is_said(heads, rows, said):
@@ -97,3 +99,14 @@ def test_a_prediction_must_be_a_batch_of_logits():
         observe_rows(model, lambda: model(ids)[0, -1], [(0, 0)], [-1])
     with pytest.raises(ProblemError, match="no cache"):
         observe_rows(model, lambda: model(model.generate(ids, 3))[:, -1], [(0, 0)], [-1])
+
+
+def test_dropout_is_refused():
+    model = decoder()
+    model.hidden = nn.Dropout(0.25)
+    with pytest.raises(
+        ProblemError, match=r"module 'hidden' drops elements \(dropout 0\.25\): call model\.eval\(\) first"
+    ):
+        observe_rows(model, lambda: model(texts())[:, -1], [(0, 0)], [-1])
+    with pytest.raises(ProblemError, match=r"layer 0 drops weights \(dropout 0\.5\)"):
+        observe_rows(None, lambda: attend(*torch.randn(3, 1, 2, 5, 4), dropout=0.5).flatten(2), [(0, 0)], [-1])

@@ -1,11 +1,18 @@
 """Value zeroing equals the layer run again with a value that is zero."""
 
+from functools import partial
+from threading import Thread
+
 import pytest
 import torch
+from torch import nn
 
 from regard.errors import ProblemError
+from regard.inspect.intervene.ablate import ablated
 from regard.inspect.intervene.value_zeroing import value_zeroing
+from regard.inspect.observing.observe import observe
 from regard.integrate.transformers import use_regard
+from regard.nn import Decoder, MultiHeadAttention
 from tests.inspect.intervene.models import Stack, albert, decoder, stack_input, texts
 from tests.integrate import zoo
 
@@ -79,6 +86,56 @@ def test_the_rest_of_the_model_does_not_run():
     value_zeroing(model, lambda: model(ids), 0, [0, 1, 2])
     hook.remove()
     assert len(ran) == 1  # to see which layers there are
+
+
+def test_blocks_around_it_go_on_with_the_right_layers():
+    model, ids = decoder(), texts()
+    with torch.no_grad(), observe(model) as calls:
+        value_zeroing(model, lambda: model(ids), 0, [0])
+        before = len(calls)
+        model(ids)
+    assert [call.layer for call in calls[before:]] == [0, 1]
+    with ablated(model, [(0, 1)]):
+        found = value_zeroing(model, lambda: model(ids), 1, [0, 5])
+    with torch.no_grad():
+        model.body.blocks[0].attention.o_proj.weight[:, 8:16] = 0
+    expected = value_zeroing(model, lambda: model(ids), 1, [0, 5]).distances
+    torch.testing.assert_close(found.distances, expected, atol=1e-12, rtol=0)
+
+
+def test_another_thread_that_runs_the_model_runs_to_its_end():
+    model, ids, outputs = decoder(), texts(), []
+    expected = value_zeroing(model, lambda: model(ids), 0, [3]).distances
+    whole = model(ids)
+    other = Thread(target=lambda: outputs.append(model(ids)))
+
+    def run_other(module, arguments):
+        if other.ident is None:
+            other.start()
+            other.join()
+
+    runs = iter([lambda: None, lambda: model.body.blocks[0].mlp.register_forward_pre_hook(run_other), lambda: None])
+
+    def run():
+        next(runs)()
+        model(ids)
+
+    assert torch.equal(value_zeroing(model, run, 0, [3]).distances, expected)
+    assert torch.equal(outputs[0], whole)
+
+
+def test_dropout_is_refused():
+    ids = texts()
+    model = Decoder(19, 32, 2, 4, attention=partial(MultiHeadAttention, dropout=0.5)).train()
+    with pytest.raises(ProblemError, match=r"layer 1 drops weights \(dropout 0\.5\): call model\.eval\(\) first"):
+        value_zeroing(model, lambda: model(ids), 1, [3])
+    model = decoder()
+    model.hidden = nn.Dropout(0.25)
+    with pytest.raises(
+        ProblemError, match=r"module 'hidden' drops elements \(dropout 0\.25\): call model\.eval\(\) first"
+    ):
+        value_zeroing(model, lambda: model(ids), 0, [3])
+    assert value_zeroing(model.eval(), lambda: model(ids), 0, [3]).distances.shape == (5, 1, 11)
 
 
 def test_another_module_can_be_compared():

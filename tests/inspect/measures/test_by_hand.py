@@ -245,6 +245,16 @@ def test_a_head_that_follows_a_relation():
     assert syntactic(weights, pairs[[0, 2, 3]]).follows.tolist() == [False]  # no better than two back
 
 
+def test_a_row_without_weights_follows_no_relation():
+    """Its mask hides every key, or its sink takes all: neither looks at key 0."""
+    q = torch.zeros(1, 1, 4, 3)
+    hidden = Weights.of(called(q, q, mask=Causal() & ~(MaskFunction(lambda b, h, q, k: q == 2))))
+    sunk = Weights.of(called(q, q, mask=Causal(), sink=torch.tensor([300.0])))
+    for weights in (hidden, sunk):
+        found = syntactic(weights, [(0, 2, 0)])
+        assert (found.accuracy.value.item(), found.mass.value.item()) == (0, 0)
+
+
 def test_relations_in_a_batch_and_past_an_offset():
     torch.manual_seed(0)
     call = drawn(queries=5, mask=Causal())
@@ -272,6 +282,15 @@ def test_a_head_that_retrieves_a_needle():
         found = retrieval(weights, tokens, needle, since=5)
         assert found.value.item() == pytest.approx(score)
         assert found.chance.item() == pytest.approx((1 / 5 + 1 / 6) / 2)
+
+
+def test_a_token_of_a_needle_counts_once_however_often_it_is_copied():
+    """Prompt 5 7 8 6, needle the 7; the model writes 7 7 7."""
+    tokens = torch.tensor([[5, 7, 8, 6, 7, 7, 7]])
+    needle = torch.arange(7)[None] == 1
+    found = retrieval(head_that_looks_at(0, 0, 0, 1, 1, 1), tokens, needle, since=4)
+    assert found.value.item() == pytest.approx(1)
+    assert found.chance.item() == pytest.approx(1 - 3 / 4 * 4 / 5 * 5 / 6)
 
 
 def test_retrieval_by_steps_is_that_of_the_whole():

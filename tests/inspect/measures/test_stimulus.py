@@ -145,12 +145,20 @@ def test_pieces_of_characters_show_their_bytes():
 
 
 @pytest.mark.parametrize(
-    ("piece", "seen"), [("▁the", " the"), ("<0x0A>", "\n"), ("<0xE2>", "\\xe2"), ("é", "é"), ("##ing", "ing")]
+    ("piece", "seen"),
+    [("▁the", " the"), ("<0x0A>", "\n"), ("<0xE2>", "\\xe2"), ("é", "é"), ("##", "##"), ("###", "###")],
 )
 def test_other_markers_read_as_text(piece, seen):
     words = Tokenizer(models.WordLevel({"[UNK]": 0, piece: 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     assert readable(tokenizer, [1, 0]) == (seen, "[UNK]")
+
+
+def test_the_marker_of_word_pieces_is_left_out():
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "walk": 1, "##ing": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    assert readable(tokenizer, [1, 2]) == ("walk", "ing")
 
 
 def test_an_id_without_a_token_shows_nothing():

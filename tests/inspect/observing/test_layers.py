@@ -1,5 +1,6 @@
 """Layers and modules of calls, from the hooks of a forward pass; and nothing that stays on the model."""
 
+import threading
 from contextlib import suppress
 
 import pytest
@@ -103,6 +104,66 @@ def test_without_a_model_calls_are_counted():
     with track_layers(None) as here:
         assert [here.next(), here.next()] == [(0, None), (1, None)]
         assert not here.forwards
+
+
+def test_a_call_outside_of_the_model_is_in_no_layer():
+    found = []
+    model = listed(lambda: Attention(lambda: found.append(here.next())), (0, 1, 2))
+    with track_layers(model) as here:
+        assert here.next() is None
+        model(torch.zeros(1))
+        assert here.next() is None
+    assert found == [(0, "layers.0"), (1, "layers.1"), (2, "layers.2")]
+
+
+def test_another_thread_that_runs_the_model_meanwhile_changes_nothing():
+    found, half_way, done = [], threading.Event(), threading.Event()
+
+    def told():
+        if threading.current_thread() is other:
+            half_way.set()
+            assert done.wait(timeout=60)
+        else:
+            if other.ident is None:
+                other.start()
+                assert half_way.wait(timeout=60)
+            found.append(here.next())
+
+    model = listed(lambda: Attention(told), (0, 1, 2))
+    other = threading.Thread(target=model.layers[1], args=(torch.zeros(1),))
+    with track_layers(model) as here:
+        model(torch.zeros(1))
+        assert here.forwards == 1
+        done.set()
+        other.join()
+    assert found == [(0, "layers.0"), (1, "layers.1"), (2, "layers.2")]
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.layers[1]], ids=["model", "layer"])
+def test_a_forward_that_is_interrupted_does_not_confuse_the_next(part):
+    found = []
+    model = listed(lambda: Attention(lambda: found.append(here.next())), (0, 1, 1, 2))
+
+    def interrupt(module, arguments, output):
+        raise KeyboardInterrupt  # torch calls no hooks then
+
+    def run():
+        part(model)(torch.zeros(1))
+        model(torch.zeros(1))
+
+    with track_layers(model) as here:
+        hook = model.layers[1].register_forward_hook(interrupt, prepend=True)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        hook.remove()
+        found.clear()
+        run()
+        assert here.forwards == 3
+    interrupted = found.copy()
+    found.clear()
+    with track_layers(model) as here:
+        run()
+    assert found == interrupted
 
 
 def test_a_forward_that_fails_half_way_does_not_confuse_the_next():

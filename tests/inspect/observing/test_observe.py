@@ -53,6 +53,23 @@ def test_calls_are_kept_by_layer_and_module():
     assert [kept.weights.shape for kept in seen] == [(1, 2, 5, 5)] * 3 + [(1, 2, 7, 7)] * 3
 
 
+def test_calls_of_another_model_are_not_those_of_the_model():
+    model, other, x = Model(), Model(), torch.randn(1, 5, 6)
+    with observe(model) as seen, observe(model, lambda look: None, layers=[0, 1]) as looked:
+        other(x)
+        model(x)
+        other(x)
+    assert layers(seen) == [(0, "layers.0"), (1, "layers.1"), (2, "layers.2")]
+    assert layers(looked) == layers(seen)[:2]
+
+
+def test_a_model_that_attends_in_no_forward_is_an_error_also_beside_another():
+    model = nn.Linear(6, 6)
+    message = r"Linear ran and none of its attention .* observe\(\) without a model"
+    with pytest.raises(ProblemError, match=message), observe(model):
+        Model()(model(torch.randn(1, 5, 6)))
+
+
 def test_without_a_model_calls_are_numbered_as_they_come():
     x = torch.randn(1, 2, 5, 3)
     with observe() as seen:

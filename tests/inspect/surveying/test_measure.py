@@ -91,6 +91,25 @@ def test_layers_and_modes(decoder):
     decoder.eval()
 
 
+def test_a_layer_by_its_number_is_a_list_of_one(decoder):
+    assert measure(decoder, torch.arange(9), "sink", layers=1)["sink"].layers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([0, 7], r"^layers has 7, which did not attend: only 0-1 did\.$"),
+        ([-1], "^layers has -1, which did not attend"),
+        ([], "^layers is empty: name the layers to measure, or None for all"),
+        ("1", "^layers is '1': expected layer numbers"),
+        ([True], "^layers has True: expected layer numbers"),
+    ],
+)
+def test_layers_that_do_not_exist_are_refused(decoder, layers, message):
+    with pytest.raises(ProblemError, match=message):
+        measure(decoder, torch.arange(9), "sink", layers=layers)
+
+
 def test_what_is_shown_is_short(decoder):
     found = measure(decoder, torch.arange(9), ["sink"])["sink"]
     long = replace(found, value=torch.rand(30, 9))
@@ -127,9 +146,22 @@ def test_a_text_is_read_by_the_tokenizer_that_was_loaded_with_the_model(tmp_path
     assert torch.equal(found["sink"].value, expected["sink"].value)
 
 
-def test_a_key_of_the_library_is_not_given_to_another_measure():
-    with pytest.raises(ProblemError, match="one of your own named 'sink'"):
-        survey(llama(), words(), TEXT, measures=[Measure.of_pattern("sink", two_back)])
+@pytest.mark.parametrize("key", ["sink", "best_offset_at", "delta_loss"])
+def test_a_key_of_the_library_is_not_given_to_another_measure(decoder, key):
+    own = Measure.of_pattern(key, two_back)
+    with pytest.raises(ProblemError, match=f"one of your own named '{key}'.*: give it another key"):
+        survey(llama(), words(), TEXT, measures=[own])
+    with pytest.raises(ProblemError, match=f"one of your own named '{key}'.*: give it another key"):
+        measure(decoder, torch.arange(9), [own, "sink"])
+
+
+def test_two_measures_do_not_share_a_key(decoder):
+    other = Measure.of_pattern("two_back", lambda tokens: two_back(tokens)[::-1])
+    with pytest.raises(ProblemError, match="several of your own named 'two_back': give each a key of its own"):
+        measure(decoder, torch.arange(9), [TWO_BACK, other])
+    with pytest.raises(ProblemError, match="several of your own named 'two_back'"):
+        survey(llama(), words(), TEXT, measures=[TWO_BACK, other])
+    assert list(measure(decoder, torch.arange(9), [TWO_BACK, TWO_BACK])) == ["two_back"]
 
 
 def test_no_measures_and_no_tokens_are_refused(decoder: Decoder):

@@ -13,24 +13,29 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    BitNetConfig,
+    BitNetForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
     MistralForCausalLM,
+    RobertaConfig,
+    RobertaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from regard.errors import ProblemError
-from regard.inspect.measures import Inputs
 from regard.inspect.observing.observe import observe
 from regard.inspect.surveying.inputs import projection
-from regard.inspect.surveying.layer import Layer, layer_of, numbered
+from regard.inspect.surveying.measure import measure
 from regard.inspect.surveying.survey import check, survey
 from regard.integrate.transformers import use_regard
-from tests.inspect.small import LLAMA, TEXT, VOCABULARY, agrees_with_eager, llama, small, words
+from tests.inspect.small import LLAMA, SIZES, TEXT, VOCABULARY, agrees_with_eager, llama, small, words
 
 
 class Renamed(nn.Module):
@@ -116,20 +121,42 @@ def test_an_output_projection_that_is_not_known_is_said_once(llama, tokenizer):
         survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, measures=["value_weighted"])
 
 
+def test_what_changes_between_the_heads_and_their_projection_is_not_passed_over(tokenizer):
+    """BitNet has a norm there: the output of a head is not its weights times projected values."""
+    bitnet = small(BitNetForCausalLM, BitNetConfig, num_key_value_heads=2, eos_token_id=None)
+    report = survey(bitnet, tokenizer, TEXT, new_tokens=0, compare_eager=False)
+    assert "value_weighted" not in report.measures
+    assert "sink_value" in report.measures
+    assert (
+        "Not measured: value_weighted, because BitNetAttention changes the outputs of its heads before the output "
+        "projection."
+    ) in report.run.notes
+    with pytest.raises(ProblemError, match=r"measures has value_weighted, .*: BitNetAttention changes the outputs"):
+        measure(bitnet, torch.arange(9), "value_weighted")
+
+
+def test_a_layer_that_does_not_attend_is_named(tokenizer):
+    """Of Lfm2 some layers are convolutions."""
+    kinds = ["conv", "full_attention", "conv"]
+    lfm2 = small(Lfm2ForCausalLM, Lfm2Config, num_key_value_heads=2, layer_types=kinds, eos_token_id=None)
+    message = "layers has 0, which did not attend: only 1 did"
+    with pytest.raises(ProblemError, match=message):
+        survey(lfm2, tokenizer, TEXT, new_tokens=0, compare_eager=False, layers=[0, 1])
+    with pytest.raises(ProblemError, match=message):
+        measure(lfm2, torch.arange(9), "sink", layers=[0])
+
+
+def test_positions_behind_a_row_for_padding_are_fewer_than_rows(tokenizer):
+    sizes = SIZES | {"max_position_embeddings": 34, "pad_token_id": 1}
+    roberta = RobertaModel(RobertaConfig(**sizes)).eval()
+    assert agrees_with_eager(survey(roberta, tokenizer, TEXT * 9, tokens=32))
+    with pytest.raises(ProblemError, match=r"33 tokens, .* has learned 32 positions: shorten the text to 32 tokens"):
+        survey(roberta, tokenizer, TEXT * 9, tokens=33)
+
+
 def test_layers_that_share_weights_are_layers(tokenizer):
     report = survey(small(AlbertModel, AlbertConfig, embedding_size=8), tokenizer, TEXT)
     assert sorted({h.layer for h in report.heads}) == [0, 1, 2]
-
-
-def test_layers_that_share_a_number_are_counted_in_order(llama, tokenizer):
-    layers: list[Layer] = []
-    ids = torch.tensor([[5, 6, 7]])
-    use_regard(llama)
-    with observe(llama.model, lambda look: layers.append(layer_of(look, Inputs(look.weights), ()))):
-        llama(ids)
-    assert [layer.layer for layer in numbered(layers)] == [0, 1, 2]
-    assert [layer.layer for layer in numbered([layers[2], layers[1]])] == [2, 1]
-    assert [layer.layer for layer in numbered([layers[2], layers[2]])] == [0, 1]
 
 
 def test_a_model_without_a_head_is_measured(tokenizer):

@@ -29,11 +29,12 @@ def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator
 
     Works in training (gradients flow through all other heads), and in generation with a KV cache: zero and overall
     means always, means per position while the text is no longer than the texts of the means. Compiled models run
-    uncompiled within the block; exported programs (torch.export) are not affected.
+    uncompiled within the block; exported programs (torch.export) are not affected. Switch gradient checkpointing off:
+    a layer that runs again in the backward pass is ablated only within the block and in its thread.
 
     Args:
-        model: the model with the layers; None for a function that calls `attend`, whose calls are counted from 0 at the
-            start of the block.
+        model: the model with the layers; other models that run within the block are not ablated. None for a function
+            that calls `attend`, whose calls are counted from 0 at the start of the block.
         heads: by name, (layer, head).
         by: "zero"; `mean_outputs(...)`; `Resample(outputs_of(...))`.
 

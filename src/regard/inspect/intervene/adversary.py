@@ -46,7 +46,8 @@ class Adversary:
         epsilon: the limit on the change of the prediction, total variation.
         divergence: JSD between these weights and the model's own, nats, [batch]; 0 where the search failed.
         distance: the change of the prediction under these weights, total variation, [batch].
-        weights: by layer, the weights, [batch, chosen heads of the layer, rows, keys + 1]; the last column is the sink.
+        weights: by layer, the weights, [batch, chosen heads of the layer, rows, keys + 1], the heads in the order of
+            `heads`; the last column is the sink.
         own: the model's own weights, in the same layout.
     """
 
@@ -94,7 +95,8 @@ def adversary(
         tick: called after each step.
 
     Raises:
-        ProblemError: heads or rows that do not exist, a prediction that is no batch of logits.
+        ProblemError: heads or rows that do not exist, a row named twice, dropout, a prediction that is no batch of
+            logits or has no gradients.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
@@ -152,6 +154,10 @@ def _search(subject: Baseline, best: _Best, free: dict[Site, Tensor], steps: int
         with torch.enable_grad():
             weights = {site: _distribution(subject, site, logits) for site, logits in free.items()}
             divergence, distance = mean_divergence(subject, weights), prediction_shift(subject, weights)
+            if not distance.requires_grad:
+                raise ProblemError(
+                    "the prediction has no gradients: let it run without torch.no_grad, inference_mode and detach."
+                )
             objective = (PENALTY * (distance - best.epsilon).clamp(min=0) - divergence).sum()  # examples share nothing
         best.offer({site: one.detach() for site, one in weights.items()}, divergence.detach(), distance.detach())
         if step < steps:

@@ -6,7 +6,9 @@ A block gives x + a + m, where a is the output of its attention and m that of it
     parallel       y = x + a + m                m is computed from x
 
 No family is recognised by name: in one run, the inputs and outputs of the modules of a block are compared with these
-sums. A block that fits none (norms after the sum, scaled branches, cross-attention) is refused. The variants:
+sums, where a is the output of the attending module, or of modules that take it, such as a norm. A block that fits none
+(norms after the sum, scaled branches, cross-attention, a module that mixes a with other inputs) is refused. The
+variants:
 
     as it is         y = x + a(x) + m(x + a(x))
     without MLPs     y = x + a(x)
@@ -142,20 +144,41 @@ def _solutions(x: Tensor, y: Tensor, attending: str, passed: list[ModuleTensor])
     """All fitting branches, the likeliest first: of nested modules with the same output, the outermost."""
     attended = next((at for at, one in enumerate(passed) if one.path == attending and not one.is_input), len(passed))
     later = passed[attended:]
+    outputs = _outputs_of_attention(attending, later)
     for at, entrance in enumerate(later):
-        for attention in reversed([one for one in later[:at] if entrance.is_input and not one.is_input]):
+        for attention in reversed([later[place] for place in outputs if entrance.is_input and place < at]):
             if _is_sum(entrance.tokens, x, attention.tokens):
                 for mlp in reversed([one for one in later[at:] if not one.is_input]):
                     if _is_sum(y, entrance.tokens, mlp.tokens):
                         yield Branches(attention.path, mlp.path, entrance.path)
-    outputs = [one for one in later if not one.is_input]
-    for attention in outputs:
+    for attention in (later[place] for place in outputs):
         if _is_sum(y, x, attention.tokens):
             yield Branches(attention.path)
-    for attention in outputs:
+    for attention in (later[place] for place in outputs):
         for mlp in reversed([one for one in passed if not one.is_input and not one.path.startswith(attending)]):
             if mlp is not attention and _is_sum(y, x, attention.tokens, mlp.tokens):
                 yield Branches(attention.path, mlp.path)
+
+
+def _outputs_of_attention(attending: str, later: list[ModuleTensor]) -> list[int]:
+    """The places of the outputs of the attending module, of modules around it, and of modules that take one of these.
+
+    Not those of any module that runs later: the blocks of Zamba2 add the output of a Mamba layer, to whose input that
+    of attention was added.
+    """
+    places, taking = list[int](), set[str]()
+    for place, one in enumerate(later):
+        if one.is_input and any(_are_same(one.tokens, later[output].tokens) for output in places):
+            taking.add(one.path)
+        elif one.is_input:
+            taking.discard(one.path)
+        elif one.path in taking or f"{attending}.".startswith(f"{one.path}."):
+            places.append(place)
+    return places
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _is_sum(total: Tensor, *terms: Tensor) -> bool:

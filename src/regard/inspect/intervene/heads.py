@@ -64,8 +64,8 @@ class Sites:
         self.heads[site] = heads
 
     def of(self, site: Site) -> list[int]:
-        """The named heads of a site, ascending."""
-        return sorted({head for layer, head in self.named if site.is_named(layer)})
+        """The named heads of a site, each once, in the order of their names."""
+        return list(dict.fromkeys(head for layer, head in self.named if site.is_named(layer)))
 
     def names(self) -> tuple[HeadName, ...]:
         """Every head that attended, layer by layer; named by its module where several share the layer's number."""
@@ -99,8 +99,9 @@ def edit_outputs(
     """Within the block, `change` may replace the output of each attention call; None leaves a call as it is.
 
     Args:
-        model: its modules number the layers, as in `observe`. None numbers the calls in their order, from 0 at the
-            start of the block: run the function once per block.
+        model: its modules number the layers, as in `observe`; calls outside of them, as those of another model, are
+            left as they are. None numbers all calls in their order, from 0 at the start of the block: run the function
+            once per block.
         change: takes the site and the call, and returns the replacement of `call.out`, or None.
         named: the heads that `change` is about; heads that do not exist are an error.
 
@@ -117,17 +118,19 @@ def edit_outputs(
     sites = Sites(named)
 
     def at(call: Call) -> Tensor:
-        site = Site(*place.next())
+        if (place := tracker.next()) is None:
+            return call.out
+        site = Site(*place)
         sites.add(site, call.out.shape[1])
         out = change(site, call)
         return call.out if out is None else out
 
-    with track_layers(model) as place, replace_outputs(at):
+    with track_layers(model) as tracker, replace_outputs(at):
         yield sites
-    if model is not None and place.forwards and not sites.heads:
+    if model is not None and tracker.forwards and not sites.heads:
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention is regard's, so nothing could be changed. Call "
-            "use_regard(model) of regard.integrate first."
+            "use_regard(model) of regard.integrate first. Calls outside of the forward of a module need model=None."
         )
     if sites.heads:
         sites.check_all_seen()

@@ -24,6 +24,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, Sites, by_layer, edit_outputs
 from regard.inspect.intervene.loss import LossOf, Tick, all_of, of_examples
+from regard.inspect.intervene.training import gradients_of, refuse_without_gradients
 from regard.inspect.names import HeadName
 
 Level = Callable[[Site, int], Tensor]
@@ -58,9 +59,10 @@ def slopes(model: nn.Module | None, batch: Any, loss_of: LossOf, level: Level = 
     The gradients of the model's parameters stay as they were.
 
     Raises:
-        ProblemError: the losses are not one per example, or have no gradients.
+        ProblemError: the losses are not one per example, or they or a layer have no gradients.
     """
     gates: dict[Site, Tensor] = {}
+    differentiated: set[Site] = set()
 
     def gated(site: Site, call: Call) -> Tensor:
         batch_size, heads = call.out.shape[:2]
@@ -71,23 +73,27 @@ def slopes(model: nn.Module | None, batch: Any, loss_of: LossOf, level: Level = 
                 f"layer {site.layer} attended to {len(gates[site])} and to {batch_size} examples in one run: the loss "
                 "of an example cannot be separated from that of another."
             )
+        if torch.is_grad_enabled():
+            differentiated.add(site)
         return call.out * gates[site][:, :, None, None]
 
     with torch.enable_grad():
         with edit_outputs(model, gated) as sites:
             losses = of_examples(loss_of(batch))
-        _check(losses, gates)
-        found = torch.autograd.grad(losses.sum(), list(gates.values()), materialize_grads=True)
+        _check(losses, gates, differentiated)
+        found = gradients_of(losses.sum(), list(gates.values()))
     return Slopes(losses.detach().double().cpu(), sites, torch.cat(found, 1).double().cpu())
 
 
-def _check(losses: Tensor, gates: dict[Site, Tensor]) -> None:
+def _check(losses: Tensor, gates: dict[Site, Tensor], differentiated: set[Site]) -> None:
     if not gates:
         raise ProblemError("loss_of called no attention of regard's: there are no heads to score.")
     if not losses.requires_grad:
         raise ProblemError(
             "loss_of returned losses without gradients: let it run without torch.no_grad, inference_mode and detach."
         )
+    if cut := next((site for site in gates if site not in differentiated), None):
+        refuse_without_gradients(cut)
     if other := next((len(gate) for gate in gates.values() if len(gate) != len(losses)), None):
         raise ProblemError(
             f"loss_of returned {len(losses)} losses of {other} examples: expected one for each, not their mean "
@@ -145,7 +151,7 @@ def importance(
         tick: called after each batch.
 
     Raises:
-        ProblemError: attention that is not regard's, or losses that are not one per example.
+        ProblemError: attention that is not regard's or runs without gradients, or losses that are not one per example.
 
     >>> from regard.inspect.intervene.loss import next_token_loss
     >>> from regard.nn import Decoder

@@ -76,8 +76,9 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
         raise ProblemError(f"x is {list(x.shape)}{received}: expected [..., tokens, width], and rows [..., tokens].")
     counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.to(x.dtype)
     counts = counts[..., None]
+    x = x.masked_fill(counts == 0, 0.0)  # padding may be NaN
     mean = (x * counts).sum(-2, keepdim=True) / counts.sum(-2, keepdim=True)
-    return ((x - mean) * counts).flatten(-2).norm(dim=-1) / (x * counts).flatten(-2).norm(dim=-1)
+    return ((x - mean) * counts).flatten(-2).norm(dim=-1) / x.flatten(-2).norm(dim=-1)
 
 
 @torch.no_grad()

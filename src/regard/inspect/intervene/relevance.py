@@ -30,6 +30,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import Tick
+from regard.inspect.intervene.training import gradients_of, refuse_without_gradients
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Tile
@@ -169,24 +170,32 @@ def gradient_attention(
 
     Raises:
         ProblemError: a target without gradients, attention that is not regard's or that drops weights (training), or
-            layers that are not self-attention over one text.
+            layers that are not self-attention over one text, once each.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
     >>> gradient_attention(model, lambda: model(ids)[:, -1, 9], rows=[-1]).values.shape
     torch.Size([1, 1, 5])
     """
-    layers: list[_Layer] = []
+    by_site: dict[Site, _Layer] = {}
 
     def keep(site: Site, call: Call) -> Tensor:
         if call.dropout:
             raise ProblemError(f"layer {site.layer} drops weights (dropout {call.dropout}): call model.eval() first.")
+        if not torch.is_grad_enabled():
+            refuse_without_gradients(site)
+        if site in by_site:
+            raise ProblemError(
+                f"layer {site.layer} attended more than once: the target must run one forward pass, of a model whose "
+                "layers attend once each."
+            )
         out = call.out if call.out.requires_grad else call.out.detach().requires_grad_()
-        layers.append(_Layer(Weights.of(call), call.v.detach(), out))
+        by_site[site] = _Layer(Weights.of(call), call.v.detach(), out)
         return out
 
     with torch.enable_grad(), edit_outputs(model, keep):
         y = target()
+    layers = list(by_site.values())
     gradients = _gradients(y, layers)
     counted, found = chosen_rows(rows, [layer.weights for layer in layers])
     for layer, gradient in zip(reversed(layers), reversed(gradients), strict=True):
@@ -204,7 +213,7 @@ def _gradients(y: Tensor, layers: list[_Layer]) -> tuple[Tensor, ...]:
         raise ProblemError(f"the target is {list(y.shape)}: expected one scalar per sequence, [{batch}].")
     if not y.requires_grad:
         raise ProblemError("the target has no gradients: let it run without torch.no_grad, inference_mode and detach.")
-    return torch.autograd.grad(y.sum(), [layer.out for layer in layers], materialize_grads=True)
+    return gradients_of(y.sum(), [layer.out for layer in layers])
 
 
 def _weighted_by_gradient(v: Tensor, gradient: Tensor) -> Callable[[Tile], Tensor]:

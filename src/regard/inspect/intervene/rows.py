@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.calls import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
+from regard.inspect.intervene.training import check_no_dropout
 from regard.inspect.names import HeadName, Heads, read_heads
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
@@ -34,7 +35,7 @@ class OwnRows:
     """The model's own weights in chosen rows of the chosen heads of a layer.
 
     Args:
-        heads: the chosen heads of the layer.
+        heads: the chosen heads of the layer, in the order of their names.
         weights: [batch, chosen heads, rows, keys + 1]; the last column is the sink, 0 without one.
         allowed: bool, the same shape: which keys are visible.
     """
@@ -65,8 +66,8 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
     """The model's own weights in these rows of these heads, and its prediction.
 
     Raises:
-        ProblemError: no heads or rows, or some that do not exist; a layer that attends more than once; a prediction
-            that is no batch of logits.
+        ProblemError: no heads or rows, some that do not exist, or a row named twice; a layer that attends more than
+            once; dropout; a prediction that is no batch of logits.
     """
     named = read_heads(heads)
     if not named or not rows:
@@ -78,6 +79,7 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
             return
         if site in own:
             raise ProblemError(f"layer {site.layer} attended more than once: predict in one forward pass, no cache.")
+        check_no_dropout(model, site, call)
         own[site] = _own(call, chosen, rows)
 
     with torch.no_grad(), edit_outputs(model, look, named):
@@ -93,6 +95,8 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
 def _own(call: Call, heads: list[int], rows: Sequence[int]) -> OwnRows:
     weights, queries, keys = Weights.of(call), call.out.shape[2], call.k.shape[2]
     chosen = list(counted_rows("row", rows, queries))
+    if (twice := next((row for row in chosen if chosen.count(row) > 1), None)) is not None:
+        raise ProblemError(f"rows {tuple(rows)} name row {twice} of {queries} twice: name each row once.")
     own = torch.cat([weights.rows(row, row + 1) for row in chosen], 2)
     i, j = torch.tensor(chosen, device=own.device)[:, None], torch.arange(keys, device=own.device)[None, :]
     allowed = weights.keep(i, j).expand_as(own)

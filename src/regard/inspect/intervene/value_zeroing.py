@@ -10,6 +10,7 @@ A head's output without the value is z_i - A[i, j] v_j, so a token costs O(token
 of the model up to the end of that layer.
 """
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
+from regard.inspect.intervene.training import check_no_dropout
 from regard.inspect.names import Layer, read_layer
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
@@ -46,8 +48,11 @@ class ValueZeroing:
     caveat: str = "This measures what one layer mixes into its outputs, not what later layers do with them."
 
 
-class _DoneError(BaseException):
-    """Stops the model once the outputs are known. No subclass of `Exception`, so that no model catches it."""
+class _DoneError(Exception):
+    """Stops the model once the outputs are known; a model that catches it merely runs on.
+
+    A subclass of `Exception`, as torch calls no hooks for others, and observers around this need to know what ended.
+    """
 
 
 @torch.no_grad()
@@ -72,8 +77,8 @@ def value_zeroing(
         tick: called after each run.
 
     Raises:
-        ProblemError: a layer that never attended, a token that does not exist, or a module that returns no tensor, or
-            not after the layer attended.
+        ProblemError: a layer that never attended, a token that does not exist, dropout, or a module that returns no
+            tensor, or not after the layer attended.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
@@ -117,6 +122,7 @@ def _attending(model: nn.Module, run: Callable[[], Any], layer: Layer) -> tuple[
 
     def look(site: Site, call: Call) -> None:
         if site.is_named(layer):
+            check_no_dropout(model, site, call)
             found[site] = call.k.shape[2]
 
     with edit_outputs(model, look, [(layer, 0)]):
@@ -136,13 +142,13 @@ def _output(
 
     A module may run several times in a forward pass, once for each of several layers.
     """
-    attended: list[Site] = []
+    attended: set[int] = set()  # the threads of the calls: others may run the same model
     found: list[Tensor] = []
 
     def at(other: Site, call: Call) -> Tensor | None:
         if other != site:
             return None
-        attended.append(site)
+        attended.add(threading.get_ident())
         return change(call)
 
     with edit_outputs(model, at), _stop_after(model, path, attended, found):
@@ -156,12 +162,17 @@ def _output(
 
 
 @contextmanager
-def _stop_after(model: nn.Module, path: str, attended: Sequence[Site], found: list[Tensor]) -> Generator[None]:
-    """Within the block, the model stops once the module at `path` returns its output after the layer has attended."""
+def _stop_after(model: nn.Module, path: str, attended: set[int], found: list[Tensor]) -> Generator[None]:
+    """Within the block, the model stops once the module at `path` returns its output after the layer has attended.
+
+    Args:
+        attended: the threads in which the layer has attended.
+        found: gets the output.
+    """
 
     def take(module: nn.Module, arguments: Any, output: Any) -> None:
         first = output if isinstance(output, Tensor) else next(iter(output), None)
-        if attended and isinstance(first, Tensor) and first.ndim == 3:
+        if threading.get_ident() in attended and isinstance(first, Tensor) and first.ndim == 3:
             found.append(first)
             raise _DoneError
 

@@ -100,8 +100,13 @@ class WholeRows(NamedTuple):
 
     @property
     def top_key(self) -> Tensor:
-        """The first key with the largest weight, int64 [heads, rows]; 0 for a fully masked row."""
+        """The first key with the largest weight, int64 [heads, rows]; 0 for a row without weights."""
         return self.weights[0].argmax(-1)
+
+    @property
+    def attends(self) -> Tensor:
+        """Whether a row has weights, bool [heads, rows]: not if it is fully masked, or a sink takes all."""
+        return self.weights[0].amax(-1) > 0
 
 
 def whole_rows(weights: Weights, rows: Tensor) -> WholeRows:

@@ -13,17 +13,19 @@ from regard.inspect.weights.lazy import Weights
 
 
 def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor, since: int) -> HeadScores:
-    """The share of a needle that each head attended to at the step that generated it.
+    """The share of a needle that each head attended to at a step that generated it.
 
         steps: rows i that wrote a token, p_i + 1 >= since;  t_i = argmax_j A[i, j]
-        score = |{steps : t_i in needle and x[t_i] = x[p_i + 1]}| / |needle|
+        score = |{t_i : t_i in needle and x[t_i] = x[p_i + 1]}| / |needle|
+
+    A token of the needle counts once, however often the model copies it.
 
     Wu et al. 2024, arXiv:2404.15574, §2. Their score is the mean over trials in which the model answered rightly: have
     a trial per sequence and leave out those in which it did not (0.1 makes a retrieval head there). The rows of a whole
     text that was written by the model are those of its decoding: one call over prompt and answer will do as well as one
     call per step.
 
-    Chance: the same with t_i drawn uniformly from the keys that row i sees.
+    Chance: the mean of the same with t_i drawn uniformly from the keys that row i sees.
 
     Args:
         calls: the call of one layer, or its calls in decoding, a step each.
@@ -48,11 +50,9 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     batch, heads = calls[0].shape[:2]
     device, dtype = calls[0].q.device, calls[0].dtype
     tokens, needle = tokens.to(device), needle.to(device)
-    hits, even, steps = (
-        torch.zeros(batch, heads, dtype=dtype, device=device),
-        torch.zeros(batch, heads, dtype=dtype, device=device),
-        0,
-    )
+    copied = torch.zeros(batch, heads, tokens.shape[1], dtype=torch.bool, device=device)
+    missed = torch.ones(batch, heads, tokens.shape[1], dtype=dtype, device=device)  # the probability, by uniform draws
+    steps = 0
     for call in calls:
         writing = ((call.positions + 1 >= since) & (call.positions + 1 < tokens.shape[1])).nonzero()[:, 0]
         steps += len(writing)
@@ -62,14 +62,15 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
                 wrote = tokens[b, rows + call.offset + 1]
                 keys = found.weights.shape[-1]
                 copies = needle[b, :keys] & (tokens[b, :keys] == wrote[:, None])  # [rows, keys]
-                top = copies[torch.arange(len(rows), device=device), found.top_key]  # [heads, rows]
-                hits[b] += (top & (found.weights[0].amax(-1) > 0)).sum(-1)
+                top = found.top_key[..., None] == torch.arange(keys, device=device)  # [heads, rows, keys]
+                copied[b, :, :keys] |= (top & copies & found.attends[..., None]).any(1)
                 visible = found.visible[0].expand(-1, len(rows), keys)
-                even[b] += ((visible & copies).sum(-1) / visible.sum(-1).clamp(min=1)).sum(-1).to(dtype)
+                drawn = (visible & copies) / visible.sum(-1, keepdim=True).clamp(min=1).to(dtype)
+                missed[b, :, :keys] *= (1 - drawn).prod(1)
     if not steps:
         raise ProblemError(f"no row generated a token at position {since} or later: pass the calls of the answer.")
     of = needle.sum(-1)[:, None]
-    return HeadScores(hits / of, even / of)
+    return HeadScores(copied.sum(-1) / of, (1 - missed).sum(-1) / of)
 
 
 def _check(calls: list[Weights], tokens: Tensor, needle: Tensor) -> None:

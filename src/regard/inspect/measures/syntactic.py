@@ -50,7 +50,8 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
 
     Voita et al. 2019, arXiv:1905.09418, §5.2: a head is syntactic if its accuracy is 10 % above the baseline. They
     count a relation in both directions and leave out the end-of-sentence token; here the pairs are what you give, one
-    relation and one direction at a time. There is no parser here. O(rows named x keys).
+    relation and one direction at a time; there is no parser here. A row that sees no key, or whose mass a sink takes,
+    misses. O(rows named x keys).
 
     Chance: of both the mean of 1 / visible keys (of accuracy with ties broken at random), 0 for pairs that are hidden.
 
@@ -79,7 +80,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
             found = whole_rows(weights.only(b), rows)
             here = torch.arange(len(at), device=at.device)
             mass[b][:, at] = found.weights[0][:, here, keys]
-            hit[b][:, at] = (found.top_key == keys).to(mass.dtype)
+            hit[b][:, at] = ((found.top_key == keys) & found.attends).to(mass.dtype)
             visible = found.visible[0].expand(-1, len(at), weights.shape[3])
             even[b][:, at] = visible[:, here, keys] / visible.sum(-1).clamp(min=1).to(mass.dtype)
     counted = (pairs[:, 0] == torch.arange(batch, device=pairs.device)[:, None])[:, None]

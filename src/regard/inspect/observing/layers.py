@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,15 +20,16 @@ class _Running:
     layer: int | None = None
 
 
-class LayerTracker:
-    """The modules that are running, and the layers that attended.
+class LayerTracker(threading.local):
+    """The modules that are running, and the layers that attended; of each thread by itself, as observers are.
 
     A call belongs to the innermost running module. Its layer is the first path component that is a number
     (`model.layers.3.self_attn` is 3), else the first digits (`layer3.attention`). Without digits in the path, the layer
     is the previous one plus 1, call by call; likewise for a module that runs again in one forward (shared weights).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_model: bool) -> None:
+        self._of_model = of_model
         self._running: list[_Running] = []
         self._attended: set[str] = set()
         self._last = -1
@@ -37,6 +39,9 @@ class LayerTracker:
         """A forward pre-hook for the module of that path."""
 
         def enter(module: nn.Module, arguments: Any) -> None:
+            running = [one.path for one in self._running]
+            if path in running:  # its last run was interrupted, as by Ctrl-C: torch calls no hooks then
+                del self._running[running.index(path) :]
             if not self._running:  # a forward pass begins
                 self._attended, self._last = set(), -1
                 self.forwards += 1
@@ -53,8 +58,10 @@ class LayerTracker:
 
         return leave
 
-    def next(self) -> tuple[int, str | None]:
-        """The layer and the module path of the call that happens now."""
+    def next(self) -> tuple[int, str | None] | None:
+        """The layer and the module path of the call that happens now; None if it is not a call of the model."""
+        if self._of_model and not self._running:
+            return None
         running = self._running[-1] if self._running else _Running("")
         number = layer_number(running.path)
         if number is None:
@@ -85,7 +92,7 @@ def track_layers(model: nn.Module | None) -> Generator[LayerTracker]:
     Modules that torch.compile compiled before run uncompiled within the block, as a compiled model hides its modules
     and its attention. All hooks are removed when the block ends.
     """
-    tracker = LayerTracker()
+    tracker = LayerTracker(of_model=model is not None)
     with ExitStack() as hooks:
         hooks.enter_context(_without_compile())
         for name, module in () if model is None else model.named_modules():

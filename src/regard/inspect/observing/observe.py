@@ -108,7 +108,8 @@ def observe(
     Args:
         model: names the layers: a call belongs to the innermost running module of the model; its layer is the number
             in that module's path (`model.layers.3.self_attn` is 3). For a path without a number, and for a module that
-            runs again in one forward (shared weights), it is the previous layer plus 1. None counts the calls.
+            runs again in one forward (shared weights), it is the previous layer plus 1. Calls outside of its modules,
+            as those of another model, are not observed. None observes all calls, and counts them.
         each: a function of a `Look`; the list then has a `Seen` with its result for each call, and one layer's tensors
             are in memory at a time. None records a `RecordedCall` for each call: copies of q, k, lse, mask and bias,
             which determine all weights.
@@ -193,7 +194,9 @@ def _calls_of(
     attended: set[int] = set()
 
     def observed(tracker: LayerTracker, call: Call) -> None:
-        layer, module = tracker.next()
+        if (place := tracker.next()) is None:
+            return
+        layer, module = place
         attended.add(layer)
         if layers is None or layer in layers:
             handle(layer, module, call)
@@ -204,7 +207,8 @@ def _calls_of(
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention was observed: it is not regard's. Call "
             "use_regard(model) of regard.integrate first. Modules that torch.compile compiles within the "
-            "block are not observed: compile them before, then they run uncompiled within it."
+            "block are not observed: compile them before, then they run uncompiled within it. Nor are calls outside of "
+            "the forward of a module: observe() without a model has them."
         )
     if attended and layers is not None and not layers <= attended:
         raise ProblemError(f"layers {sorted(layers - attended)} did not attend: layers {sorted(attended)} did.")

@@ -5,7 +5,8 @@ only counts back scores as well as one that finds what followed; between repeats
 there are measures on both.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from regard.inspect.measures.rare import rarity
 from regard.inspect.measures.stimulus import Jittered, Repeats
 from regard.inspect.measures.values import output_norms, split_heads
 from regard.inspect.observing.observe import Look, Seen, observe
+from regard.inspect.surveying.sinks import spans
 from regard.inspect.weights.lazy import Weights
 from regard.integrate.projections import output_projection
 
@@ -43,6 +45,7 @@ class InputReader:
     Args:
         model: what runs, and whose modules attend.
         measures: the measures to compute; only their inputs are read.
+        projected: of `projected_modules`, for the measures that need a projection.
         parts: the parts of the model's circuits; None if not known.
         drawn_from: ids of plain tokens, for `Vocabulary`.
         lacking: called with measures that cannot be computed, and the reason.
@@ -50,6 +53,7 @@ class InputReader:
 
     model: nn.Module
     measures: tuple[Measure, ...]
+    projected: frozenset[str] = frozenset()
     parts: Parts | None = None
     drawn_from: Sequence[int] | None = None
     lacking: Callable[[list[Measure], str], None] = lambda measures, reason: None
@@ -96,11 +100,14 @@ class InputReader:
 
     def _projection(self, look: Look) -> Tensor | None:
         """The output projection of the layer, if a measure needs it."""
-        needing = self._needing("projection")
-        w_o = projection(self.model, look) if needing else None
-        if needing and w_o is None:
-            where = "a function" if look.module is None else type(self.model.get_submodule(look.module)).__name__
+        if not (needing := self._needing("projection")):
+            return None
+        where = "a function" if look.module is None else type(self.model.get_submodule(look.module)).__name__
+        if (w_o := projection(self.model, look)) is None:
             self.lacking(needing, f"the output projection of {where} is not known")
+        elif look.module not in self.projected:
+            self.lacking(needing, f"{where} changes the outputs of its heads before the output projection")
+            return None
         return w_o
 
 
@@ -109,16 +116,67 @@ def projection(model: nn.Module, look: Look) -> Tensor | None:
 
     It is the module's own, or, as in BERT, that of its sibling module `output`.
     """
+    found = _projecting(model, look)
+    return None if found is None else split_heads(found[1], look.call.out.shape[1])
+
+
+def _projecting(model: nn.Module, look: Look) -> tuple[nn.Module, Tensor] | None:
+    """The module that projects the output of the call, and its weight, [d_model, heads * v_dim]."""
     width = look.call.out.shape[1] * look.call.out.shape[3]
     module = None if look.module is None else model.get_submodule(look.module)
     beside = None if look.module is None else model.get_submodule(look.module.rpartition(".")[0])
     try:
         for owner in (module, getattr(beside, "output", None)):
             if owner is not None and (found := output_projection(owner, width)) is not None:
-                return split_heads(found.weight, look.call.out.shape[1])
+                return _child_with(found.weight, owner), found.weight
     except ProblemError:  # weights that are quantised
         return None
     return None
+
+
+def projected_modules(
+    model: nn.Module, measures: Iterable[Measure], ids: Tensor, run: Callable[[Tensor], Any]
+) -> frozenset[str]:
+    """The modules whose output projection takes the outputs of their heads as they are, by their paths.
+
+    Others apply a gate first (Qwen3-Next), a norm (BitNet), or take the difference of two calls (DiffLlama): what a key
+    adds to their output is not its weight times its projected value. Found in a pass over a few tokens, which is made
+    if some measure needs a projection.
+    """
+    if not any("projection" in measure.needs for measure in measures):
+        return frozenset()
+    projected = set[str]()
+    with ExitStack() as hooks:
+
+        def watch(look: Look) -> None:
+            if look.module is None or (found := _projecting(model, look)) is None:
+                return
+            path, out = look.module, look.call.out.transpose(1, 2).flatten(2)
+
+            def compare(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+                hook.remove()
+                if _are_equal(arguments[0], out):
+                    projected.add(path)
+
+            hook = found[0].register_forward_pre_hook(compare)
+            hooks.callback(hook.remove)
+
+        with observe(model, watch):
+            run(ids[:1, :8])
+    return frozenset(projected)
+
+
+def _child_with(weight: Tensor, owner: nn.Module) -> nn.Module:
+    """The child that has this weight, which may be transposed."""
+    weights = ((child, getattr(child, "weight", None)) for child in owner.children())
+    return next(child for child, own in weights if own is not None and own.data_ptr() == weight.data_ptr())
+
+
+def _are_equal(given: Tensor, out: Tensor) -> bool:
+    """Whether tokens [..., width] are these outputs [batch, tokens, width], in their dtype; NaN equals NaN."""
+    return given.numel() == out.numel() and torch.allclose(
+        given.reshape(out.shape), out.to(given.dtype), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def is_causal(weights: Weights) -> bool:
@@ -146,7 +204,7 @@ def repeated_tokens(vocabulary: list[int], first: int | None, context: int | Non
 def self_attention(
     model: nn.Module,
     ids: Tensor,
-    each: Callable[[Look], Any],
+    each: Callable[[int, Look], Any],
     layers: Collection[int] | None = None,
     step: Callable[[], None] = lambda: None,
     *,
@@ -154,24 +212,40 @@ def self_attention(
 ) -> list[Seen[Any]]:
     """`each` of every call over all tokens while the model runs, except attention to an image or an encoder.
 
+    Calls have unique numbers: that of their layer in the model, or, where several share one, the previous number
+    plus 1. Two modules in a layer (LongCat), a module that attends twice (DiffLlama) and stages that count from 0
+    each are therefore counted on:
+
+        layers in the model    1  3  5      0  0  1  1  2  2
+        numbers                1  3  5      0  1  2  3  4  5
+
     Args:
-        layers: None for all.
+        each: called with the number of the call, and the call.
+        layers: the numbers of the calls to look at; None for all.
         step: called after each call.
+
+    Raises:
+        ProblemError: there is no such call, or none at all.
     """
+    attended, seen = list[int](), list[Seen[Any]]()
 
-    def one(look: Look) -> Any:
-        if layers is not None and look.layer not in layers:
-            return None
-        batch, _, queries, keys = look.weights.shape
-        if (batch, queries, keys) != (*ids.shape, ids.shape[1]):
-            return None
-        found = each(look)
-        step()
-        return found
+    def one(look: Look) -> None:
+        out, keys = look.call.out, look.call.k.shape[2]
+        if (out.shape[0], out.shape[2], keys) != (*ids.shape, ids.shape[1]):
+            return
+        number = max(look.layer, attended[-1] + 1) if attended else look.layer
+        attended.append(number)
+        if layers is None or number in layers:
+            seen.append(Seen(number, look.module, each(number, look)))
+            step()
 
-    with observe(model, one) as seen:
+    with observe(model, one):
         run(ids)
-    return [s for s in seen if s.value is not None]
+    if not attended:
+        raise not_observed(model)
+    if missing := sorted(set(layers or ()) - set(attended)):
+        raise ProblemError(f"layers has {spans(missing)}, which did not attend: only {spans(attended)} did.")
+    return seen
 
 
 def not_observed(model: object) -> ProblemError:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.inspect.intervene.heads import Site
 from regard.inspect.measures.distance import distance_profile
 from regard.inspect.measures.measure import Inputs, Measure, compute
 from regard.inspect.measures.score import HeadScores
@@ -99,12 +100,15 @@ class Layer:
     """The results for a layer.
 
     Args:
+        layer: its number in the report; see `self_attention`.
+        site: its number in the model, and the module that attended.
         pictures: the means of cells [heads, side, side], and above one token a cell the largest weights; bytes of a
             root, as `Picture` says. None where no sweep was made.
         profile: the mass of a mean row by distance, [heads, bins], up to the bin of the longest distance.
     """
 
     layer: int
+    site: Site
     scores: LayerScores
     heads: int
     kv_heads: int
@@ -118,14 +122,15 @@ class Layer:
     profile: NDArray[np.float64] | None = None
 
 
-def layer_of(look: Look, inputs: Inputs, measures: Sequence[Measure]) -> Layer:
+def layer_of(number: int, look: Look, inputs: Inputs, measures: Sequence[Measure]) -> Layer:
     """The results for a call: its scores, and its pictures and profile if some measure needs all weights."""
     weights, plan, scores = inputs.weights, look.call.plan, LayerScores()
     for measure, score in zip(measures, compute(measures, inputs).values(), strict=True):
         scores.add(measure, score)
     swept = inputs.swept if any("sweep" in measure.needs for measure in measures) else None
     return Layer(
-        layer=look.layer,
+        layer=number,
+        site=Site(look.layer, look.module),
         scores=scores,
         heads=weights.shape[1],
         kv_heads=weights.k.shape[1],
@@ -138,13 +143,6 @@ def layer_of(look: Look, inputs: Inputs, measures: Sequence[Measure]) -> Layer:
         pooled=1 if swept is None else swept.cell,
         profile=None if swept is None else distance_profile(inputs).value[0].cpu().numpy(),
     )
-
-
-def numbered(layers: list[Layer]) -> list[Layer]:
-    """The layers with unique numbers: counted in order if two share a number (`stages.0.blocks.1`)."""
-    if len({layer.layer for layer in layers}) == len(layers):
-        return layers
-    return [replace(layer, layer=number) for number, layer in enumerate(layers)]
 
 
 def pictures_of(layers: list[Layer]) -> Iterator[Picture]:

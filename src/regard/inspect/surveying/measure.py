@@ -21,12 +21,12 @@ from regard.inspect.surveying.inputs import (
     REPEATED,
     InputReader,
     no_circuits,
-    not_observed,
+    projected_modules,
     repeated_tokens,
     self_attention,
 )
-from regard.inspect.surveying.model import evaluating, prepared
-from regard.inspect.surveying.selection import named_measures
+from regard.inspect.surveying.model import context_of, evaluating, prepared
+from regard.inspect.surveying.selection import layer_numbers, named_measures
 from regard.integrate.checkpoint import tokenizer_of
 
 
@@ -100,7 +100,7 @@ def measure(
     measures: Sequence[str | Measure] | str | Measure,
     *,
     tokenizer: Any = None,
-    layers: Collection[int] | None = None,
+    layers: Collection[int] | int | None = None,
 ) -> dict[str, Measured]:
     """Some measures of every head of a model, by their keys: [layers, heads] with intervals and chance values.
 
@@ -114,10 +114,11 @@ def measure(
         measures: keys of `regard.inspect.MEASURES`, and `Measure` values of your own.
         tokenizer: tokenises the text, and determines which tokens are drawn for repeats. None: for a text, the one that
             `regard.integrate.load` returned with the model.
-        layers: layer numbers from 0; None for all.
+        layers: layer numbers from 0, or one; None for all. They are those of a survey.
 
     Raises:
-        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, or an unsupported measure.
+        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, an unsupported measure, or
+            a layer that does not attend.
 
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
@@ -129,30 +130,28 @@ def measure(
     >>> found["sink"].value.shape, found["two_back"].low.shape, list(found)
     (torch.Size([2, 4]), torch.Size([2, 4]), ['induction', 'sink', 'two_back'])
     """
-    chosen = named_measures(measures)
+    chosen, numbers = named_measures(measures), layer_numbers(layers)
     if not chosen:
         raise ProblemError("measures is empty: name some, such as ['sink', 'induction'] (regard.inspect.MEASURES).")
     if tokenizer is None and isinstance(text_or_ids, str):
         tokenizer = tokenizer_of(model)
-    with torch.no_grad(), _running(model) as (body, run):
+    with torch.no_grad(), _running(model) as (running, run):
         texts = _texts(model, text_or_ids, chosen, tokenizer)
         scores: dict[str, dict[int, HeadScores]] = {measure.key: {} for measure in chosen}
         for text, ids in texts.items():
             here = tuple(measure for measure in chosen if measure.on == text)
-            reader = InputReader(body, here, _parts(model, here), _drawn_from(model, tokenizer), _refuse)
+            projected = projected_modules(running, here, ids, run)
+            reader = InputReader(running, here, projected, _parts(model, here), _drawn_from(model, tokenizer), _refuse)
 
-            def each(look: Look, reader: InputReader = reader, ids: Tensor = ids) -> dict[str, HeadScores]:
+            def each(number: int, look: Look, reader: InputReader = reader, ids: Tensor = ids) -> dict[str, HeadScores]:
                 inputs = reader.inputs(look, ids)
                 possible = reader.possible(inputs)
                 _refuse([m for m in reader.measures if m not in possible], "the model lacks an input that they need")
                 return compute(possible, inputs)
 
-            seen = self_attention(body, ids, each, layers, run=run)
-            if not seen:
-                raise not_observed(model)
-            for number, layer in enumerate(seen):
+            for layer in self_attention(running, ids, each, numbers, run=run):
                 for key, score in layer.value.items():
-                    scores[key][layer.layer if layer.layer not in scores[key] else number] = score
+                    scores[key][layer.layer] = score
     return {measure.key: Measured.of(measure, scores[measure.key]) for measure in chosen}
 
 
@@ -162,7 +161,8 @@ def _texts(model: Any, text_or_ids: str | Tokens, measures: Iterable[Measure], t
     found: dict[Text, Tensor] = {"text": _ids(text_or_ids, tokenizer)}
     if needed & set(REPEATED):
         first = getattr(tokenizer, "bos_token_id", None)
-        drawn = repeated_tokens(_drawn_from(model, tokenizer), first, _context(model))
+        context = context_of(model) if hasattr(model, "config") else None
+        drawn = repeated_tokens(_drawn_from(model, tokenizer), first, context)
         if drawn is None:
             raise ProblemError("the vocabulary or the context of the model is too small for random repeated tokens.")
         found |= drawn
@@ -191,11 +191,6 @@ def _drawn_from(model: Any, tokenizer: Any) -> list[int]:
     return list(range(embeddings // 10, embeddings - embeddings // 10))
 
 
-def _context(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
 def _parts(model: Any, measures: Iterable[Measure]) -> Parts | None:
     needing = [measure for measure in measures if "circuit" in measure.needs]
     try:
@@ -215,7 +210,7 @@ def _running(model: Any) -> Generator[tuple[nn.Module, Callable[[Tensor], Any]]]
     """The module to observe and the function that runs it, in evaluation mode; restored afterwards."""
     if hasattr(model, "set_attn_implementation"):
         with prepared(model) as surveyed:
-            yield surveyed.body, lambda ids: surveyed.body(input_ids=ids)
+            yield surveyed.model, surveyed.run
         return
     if not isinstance(model, nn.Module):
         raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers or of regard.nn.")

@@ -32,7 +32,7 @@ class SurveyedModel:
     @property
     def context(self) -> int | None:
         """The positions that it was trained on; None for no known limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return context_of(self.model)
 
     @property
     def extrapolates(self) -> bool:
@@ -60,6 +60,10 @@ class SurveyedModel:
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
+    def run(self, ids: Tensor) -> Any:
+        """Run its body on tokens, int64 [batch, tokens]."""
+        return self.body(input_ids=ids)
+
     def outputs(self, ids: Tensor) -> Tensor:
         """The output for each token: logits, or hidden states of a model without a head; [1, tokens, ...]."""
         return self.model(input_ids=ids)[0]
@@ -80,6 +84,18 @@ class SurveyedModel:
             yield
         finally:
             self.model.set_attn_implementation(before)
+
+
+def context_of(model: Any) -> int | None:
+    """The positions that a model of transformers was trained on; None for no known limit.
+
+    Where the table of positions has a row for padding, as RoBERTa's, positions are counted from the row after it: of
+    514 rows, whose row 1 is for padding, 512 are positions.
+    """
+    rows = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = next((table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None), None)
+    return rows if rows is None or padding is None else rows - padding - 1
 
 
 def layers_of(config: Any) -> int | None:

@@ -128,12 +128,15 @@ def readable(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
 
     Byte-level tokens (`Ġthe`, `Ċ`) become the text that their bytes spell (` the`, a line break). Where several tokens
     spell one character the last one shows it, and those before show `⋯`; bytes that no token completes stay bytes
-    (`\xe2\x80`). SentencePiece's `▁` becomes a space and `<0x0A>` its byte; WordPiece's `##` goes. Special tokens stay
-    as they are.
+    (`\xe2\x80`). SentencePiece's `▁` becomes a space and `<0x0A>` its byte; the `##` of a WordPiece tokenizer goes.
+    Special tokens stay as they are.
     """
     byte_level, special = _is_byte_level(tokenizer), set(tokenizer.all_special_ids)
-    pieces = tokenizer.convert_ids_to_tokens(ids)
-    spelled = [_special(p) if i in special else _bytes_or_text(p, byte_level) for i, p in zip(ids, pieces, strict=True)]
+    prefix = "##" if _is_word_piece(tokenizer) else ""
+    spelled = [
+        _special(piece) if i in special else _bytes_or_text(piece, byte_level, prefix)
+        for i, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+    ]
     shown: list[str] = []
     for in_bytes, group in groupby(spelled, lambda piece: isinstance(piece, bytes)):
         run = list(group)
@@ -153,20 +156,28 @@ def _special(piece: str | None) -> str:
     return "" if piece is None else str(piece)
 
 
-def _bytes_or_text(piece: str | None, byte_level: bool) -> bytes | str:
-    """A token's text, or its bytes where it is spelled in bytes."""
+def _bytes_or_text(piece: str | None, byte_level: bool, prefix: str) -> bytes | str:
+    """A token's text without the prefix of tokens within a word, or its bytes where it is spelled in bytes."""
     if piece is None:  # an id that the model has and the tokenizer has not
         return ""
     if byte_level and piece and all(character in _byte_of() for character in piece):
         return bytes(_byte_of()[character] for character in piece)
     if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
         return bytes([int(piece[3:5], 16)])
-    return piece.removeprefix("##").replace("▁", " ")
+    return piece.removeprefix(prefix).replace("▁", " ")
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return hasattr(tokenizer, "byte_decoder") or "ByteLevel" in repr(getattr(backend, "decoder", None))
+    return hasattr(tokenizer, "byte_decoder") or "ByteLevel" in _decoder(tokenizer)
+
+
+def _is_word_piece(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "wordpiece_tokenizer") or "WordPiece" in _decoder(tokenizer)
+
+
+def _decoder(tokenizer: Any) -> str:
+    """The description of the decoder of a tokenizer of the `tokenizers` library."""
+    return repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
 
 
 @cache

@@ -10,7 +10,7 @@ from regard.inspect.measures.catalogue import MEASURES, measures_named
 from regard.inspect.measures.measure import Measure, Text
 from regard.inspect.names import read_heads
 from regard.inspect.surveying.ablation import HOW
-from regard.inspect.surveying.kinds import NAMERS
+from regard.inspect.surveying.kinds import DEFINITIONS, NAMERS
 from regard.inspect.surveying.model import SurveyedModel, heads_of, layers_of
 from regard.inspect.surveying.sinks import spans
 
@@ -104,7 +104,7 @@ def select(
             such way to ablate a head.
     """
     computed, named = _measures(measures)
-    numbers = None if layers is None else frozenset(_layers(layers))
+    numbers = layer_numbers(layers)
     places = () if heads is None else tuple(dict.fromkeys(_heads(heads)))
     for layer, head in places:
         if numbers is not None and layer not in numbers:
@@ -118,11 +118,37 @@ def select(
 
 
 def named_measures(measures: Any) -> tuple[Measure, ...]:
-    """Measures by key or value; a single one is a list of one. Raises `ProblemError` for anything else."""
+    """Measures by key or value, each once; a single one is a list of one.
+
+    Raises:
+        ProblemError: anything else, or one of the caller's own whose key is another's.
+    """
     several: Any = [measures] if isinstance(measures, str | Measure) else measures
     if not isinstance(several, Iterable):
         raise ProblemError(f"measures is {measures!r}: expected a list of names, such as ['sink', 'induction'].")
-    return measures_named(cast("Iterable[str | Measure]", several))
+    found = tuple(dict.fromkeys(measures_named(cast("Iterable[str | Measure]", several))))
+    _check_keys([key for measure in _own(found) for key in _keys(measure)])
+    return found
+
+
+def _own(measures: Iterable[Measure]) -> tuple[Measure, ...]:
+    """Those that are not the library's."""
+    return tuple(measure for measure in measures if measure not in MEASURES)
+
+
+def _keys(measure: Measure) -> list[str]:
+    """The keys of the values that it adds to a report."""
+    return [measure.key] if measure.at is None else [measure.key, f"{measure.key}_at"]
+
+
+def _check_keys(own: Sequence[str]) -> None:
+    """Raise `ProblemError` if one of the caller's keys is the library's, or that of several measures."""
+    if clash := sorted(DEFINITIONS.keys() & set(own)):
+        raise ProblemError(
+            f"measures has one of your own named {clash[0]!r}, the key of a value of the library: give it another key."
+        )
+    if shared := [key for key in own if own.count(key) > 1]:
+        raise ProblemError(f"measures has several of your own named {shared[0]!r}: give each a key of its own.")
 
 
 def _measures(measures: Any) -> tuple[tuple[Measure, ...], frozenset[str]]:
@@ -131,23 +157,22 @@ def _measures(measures: Any) -> tuple[tuple[Measure, ...], frozenset[str]]:
         return Selection().measures, frozenset()
     found = named_measures(measures)
     keys, swept = {measure.key for measure in found}, any("sweep" in measure.needs for measure in found)
-    own = tuple(measure for measure in found if measure not in MEASURES)
-    if clash := sorted({measure.key for measure in own} & {measure.key for measure in MEASURES}):
-        raise ProblemError(f"measures has one of your own named {clash[0]!r}, the key of a measure of the library.")
     listed = tuple(
         measure
         for measure in MEASURES
         if measure.key in keys or (measure.key in NAMERS and (swept or "sweep" not in measure.needs))
     )
-    return listed + own, frozenset(keys)
+    return listed + _own(found), frozenset(keys)
 
 
 def _no_head(layer: int, head: int, heads: int) -> str:
     return f"head {layer}.{head} does not exist: layer {layer} has {heads} heads, {layer}.0 to {layer}.{heads - 1}."
 
 
-def _layers(layers: Any) -> Sequence[int]:
-    """The numbers of layers; a single one is a list of one."""
+def layer_numbers(layers: Any) -> frozenset[int] | None:
+    """The numbers of layers; a single one is a list of one; None for all. Raises `ProblemError` for anything else."""
+    if layers is None:
+        return None
     several: Any = [layers] if is_whole(layers) else layers
     if isinstance(several, str) or not isinstance(several, Iterable):
         raise ProblemError(f"layers is {layers!r}: expected layer numbers, such as [0, 17, 18], or None for all.")
@@ -156,7 +181,7 @@ def _layers(layers: Any) -> Sequence[int]:
         raise ProblemError("layers is empty: name the layers to measure, or None for all.")
     if wrong := [number for number in found if not is_whole(number)]:
         raise ProblemError(f"layers has {wrong[0]!r}: expected layer numbers from 0.")
-    return found
+    return frozenset(found)
 
 
 def _heads(heads: Any) -> Sequence[tuple[int, int]]:

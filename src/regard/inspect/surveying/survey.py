@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.intervene.heads import Site
 from regard.inspect.measures.circuits import Parts, parts_of
 from regard.inspect.measures.measure import Measure, Text
 from regard.inspect.measures.stimulus import plain_tokens
@@ -24,7 +25,7 @@ from regard.inspect.surveying.inputs import (
     InputReader,
     is_causal,
     no_circuits,
-    not_observed,
+    projected_modules,
     repeated_tokens,
     self_attention,
 )
@@ -35,7 +36,6 @@ from regard.inspect.surveying.layer import (
     LayerScores,
     heads_of,
     layer_of,
-    numbered,
     pictures_of,
     profiles_of,
 )
@@ -73,7 +73,8 @@ def survey(
         text: the prompt.
         measures: keys of `MEASURES`, and `Measure` values of your own; None for all. The measures that name heads are
             computed too, unless they need a sweep that nothing else needs. Without a sweep there are no pictures.
-        layers: numbers from 0, or one; None for all.
+        layers: numbers from 0, or one; None for all. Where several calls of attention share the number of a layer in
+            the model, each has a number of its own: the calls are counted on in their order.
         heads: names such as "18.6", or pairs (layer, head): `Report.close_ups` has every weight of these.
         tokens: the most tokens of the text to read; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
@@ -85,7 +86,8 @@ def survey(
 
     Raises:
         ProblemError: what `check` finds, before anything is computed; a measure asked for by its name that this model
-            cannot be put to; or the model computes its attention by itself, where it cannot be seen.
+            cannot be put to; a layer that does not attend; or the model computes its attention by itself, where it
+            cannot be seen.
     """
     selection = select(measures, layers, heads, ablate)
     with torch.no_grad(), prepared(model) as surveyed:
@@ -96,10 +98,12 @@ def survey(
         new = continuation(surveyed, prompt.ids, new_tokens, clock)
         difference = eager_difference(surveyed, prompt.ids[:, :EAGER_TOKENS], clock) if compare_eager else None
         ids = torch.cat([prompt.ids, new], dim=1)
-        repeats = _repeats(surveyed, tokenizer, selection, notes, clock)
+        projected = projected_modules(surveyed.model, selection.measures, ids, surveyed.run)
+        repeats = _repeats(surveyed, tokenizer, selection, projected, notes, clock)
         reader = InputReader(
-            surveyed.body,
+            surveyed.model,
             selection.on("text"),
+            projected,
             parts,
             plain_tokens(tokenizer, surveyed.embeddings),
             lambda measures, reason: notes.append(selection.lacking(measures, reason)),
@@ -111,7 +115,8 @@ def survey(
             for number, layer in enumerate(layers_read)
             for head in heads_of(layer, _of(repeats, number), others[number] if others else ())
         ]
-        ablated, found = _ablate(surveyed, prompt.ids, found, ablate, clock)
+        sites = {layer.layer: layer.site for layer in layers_read}
+        ablated, found = _ablate(surveyed, prompt.ids, found, sites, ablate, clock)
     found, prompt = ranked(found), replace(prompt, notes=tuple(dict.fromkeys(notes)))
     own = {m.key: m.definition for m in selection.measures if m.key not in DEFINITIONS}
     return Report(
@@ -164,7 +169,12 @@ def _parts(surveyed: SurveyedModel, selection: Selection, notes: list[str]) -> P
 
 
 def _repeats(
-    surveyed: SurveyedModel, tokenizer: Any, selection: Selection, notes: list[str], clock: Clock
+    surveyed: SurveyedModel,
+    tokenizer: Any,
+    selection: Selection,
+    projected: frozenset[str],
+    notes: list[str],
+    clock: Clock,
 ) -> list[LayerScores] | None:
     """The scores of the heads of each layer on repeated random tokens; None, and a note, if there are none."""
     vocabulary = plain_tokens(tokenizer, surveyed.embeddings)
@@ -174,21 +184,25 @@ def _repeats(
         notes.append(selection.lacking(measures, "the vocabulary or the context is too small for random tokens"))
         return None
     with clock.stage("induction", surveyed.layers * len(texts)) as step:
-        found = _on_repeats(surveyed, selection, texts, step)
+        found = _on_repeats(surveyed, selection, projected, texts, step)
     if found is None:
         notes.append(selection.lacking(measures, "attention sees later tokens, so that no token has to be looked up"))
     return found
 
 
 def _on_repeats(
-    surveyed: SurveyedModel, selection: Selection, texts: Mapping[Text, Tensor], step: Callable[[], None]
+    surveyed: SurveyedModel,
+    selection: Selection,
+    projected: frozenset[str],
+    texts: Mapping[Text, Tensor],
+    step: Callable[[], None],
 ) -> list[LayerScores] | None:
     """The scores of each layer, in the order of the forward pass; None for a model that sees later tokens."""
     layers: list[LayerScores] = []
     for text, drawn in texts.items():
-        ids, reader = drawn.to(surveyed.model.device), InputReader(surveyed.body, selection.on(text))
+        ids, reader = drawn.to(surveyed.model.device), InputReader(surveyed.model, selection.on(text), projected)
 
-        def each(look: Look, reader: InputReader = reader, ids: Tensor = ids) -> LayerScores | bool:
+        def each(number: int, look: Look, reader: InputReader = reader, ids: Tensor = ids) -> LayerScores | bool:
             return _scores(reader, look, ids)
 
         seen = _observe(surveyed, ids, selection, each, step)
@@ -218,7 +232,7 @@ def _on_other_texts(
         if ids is None:
             return []
         ids = ids.to(surveyed.model.device)
-        seen = _observe(surveyed, ids, selection, lambda look: on_other_texts(look, sweep=selection.sweep), step)
+        seen = _observe(surveyed, ids, selection, lambda _, look: on_other_texts(look, sweep=selection.sweep), step)
     return [layer.value for layer in seen]
 
 
@@ -240,36 +254,45 @@ def _read_layers(
         list[Layer](),
     )
 
-    def each(look: Look) -> bool:
+    def each(number: int, look: Look) -> None:
         inputs = reader.inputs(look, ids, PICTURE)
-        layer = layer_of(look, inputs, reader.possible(inputs))
+        layer = layer_of(number, look, inputs, reader.possible(inputs))
         close_ups.offer(look.weights, heads_of(layer, _of(repeats, len(layers))))
         layers.append(layer)
-        return True
 
     with clock.stage("layers", len(selection.layers or range(surveyed.layers))) as step:
         _observe(surveyed, ids, selection, each, step)
-    if not layers:
-        raise not_observed(surveyed.model)
     selection.check_found({layer.layer: layer.heads for layer in layers})
-    return numbered(layers), close_ups
+    return layers, close_ups
 
 
 def _observe(
-    surveyed: SurveyedModel, ids: Tensor, selection: Selection, each: Callable[[Look], Any], step: Callable[[], None]
+    surveyed: SurveyedModel,
+    ids: Tensor,
+    selection: Selection,
+    each: Callable[[int, Look], Any],
+    step: Callable[[], None],
 ) -> list[Seen[Any]]:
     """`each` of every call of self-attention in the selected layers while the model runs."""
-    run = surveyed.body
-    return self_attention(run, ids, each, selection.layers, step, run=lambda ids: run(input_ids=ids))
+    return self_attention(surveyed.model, ids, each, selection.layers, step, run=surveyed.run)
 
 
 def _ablate(
-    surveyed: SurveyedModel, ids: Tensor, heads: list[Head], how: str | None, clock: Clock
+    surveyed: SurveyedModel,
+    ids: Tensor,
+    heads: list[Head],
+    sites: Mapping[int, Site],
+    how: str | None,
+    clock: Clock,
 ) -> tuple[Ablations | None, list[Head]]:
-    """The heads with `delta_loss` among their scores, if ablations were selected."""
+    """The heads with `delta_loss` among their scores, if ablations were selected.
+
+    Args:
+        sites: where the layers of the report are in the model, by their numbers.
+    """
     if how is None:
         return None, heads
-    places = [(head.layer, head.head) for head in heads]
+    places = {(head.layer, head.head): sites[head.layer] for head in heads}
     with clock.stage("ablation", len(places)) as step:
         made, scores = ablations(surveyed.model, ids, places, how, step)
     return made, [replace(h, scores={**h.scores, "delta_loss": scores[h.layer, h.head]}) for h in heads]
