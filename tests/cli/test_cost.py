@@ -4,11 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from regard.cli import cost_view
 from regard.cli.main import main
 from regard.cost import cost, find_machine, find_model, model_names
 
@@ -49,6 +51,32 @@ def test_what_does_not_fit_says_how_many_would(capsys):
     assert "It does not fit: 128 GiB of weights, 90 % of 80.00 GiB. Try --machine 2xh100." in out
     out = shown(capsys, "llama-3-8b", "--batch", "100", "--machine", "a100", "--context", "8k")
     assert "It does not fit (115 GiB) in 90 % of 80.00 GiB: at most" in out
+
+
+@pytest.mark.parametrize(("name", "batch"), [("llama-3-1-8b", 1_000_000), ("whisper-large-v3", 100_000)])
+def test_a_batch_that_does_not_fit_is_no_reason_for_more_machines(name, batch, capsys):
+    out = shown(capsys, name, "--batch", str(batch), "--context", "8")
+    fits = cost(name, context=8, machine="h100").largest_batch
+    assert f"at most 0 tokens of context in this batch, or a batch of {fits:,} at this context." in out
+    assert "Try --machine" not in out
+
+
+def test_this_machine_is_the_only_one_of_its_kind():
+    here = replace(find_machine("a100"), name="this-cpu")
+    out = cost_view.view(cost("llama-2-70b", machine=here), [])
+    assert "It does not fit: 128 GiB of weights, 90 % of 80.00 GiB. Try another --machine." in out
+
+
+def test_a_window_narrows_the_wider_windows_of_a_model(capsys):
+    out = shown(capsys, "mistral-7b", "--window", "100", "--context", "32k")
+    assert "32 of GQA-8 (32 query heads of 128), window 96 + 4 sinks" in out
+    assert re.search(r"KV cache +12.50 MiB", out)  # 100 of 4,096 tokens, which take 512 MiB
+
+
+@pytest.mark.parametrize("name", ["bert-base", "mistral-7b"])
+def test_a_window_that_changes_nothing_has_a_note(name, capsys):
+    note = "note     --window 8,192 changes nothing: no layer stores more."
+    assert note in shown(capsys, name, "--window", "8k", "--context", "512")
 
 
 def test_options_of_the_cache_count(capsys):

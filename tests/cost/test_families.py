@@ -95,6 +95,8 @@ FORMS = [
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 71}),
     ("falcon", {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}),
+    ("falcon", {"num_ln_in_parallel_attn": 2, "num_hidden_layers": 2}),
+    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "parallel_attn": False}),
     ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}),
     ("falcon_mamba", {"expand": 16, "intermediate_size": 1536}),
     ("gemma3_text", {"num_hidden_layers": 7}),
@@ -102,6 +104,7 @@ FORMS = [
     ("granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 512}),
     ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 16}),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "moe"]}),
+    ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     ("modernbert", {"norm_bias": True}),
     ("modernbert-decoder", {"norm_bias": True, "classifier_bias": True, "decoder_bias": False}),
     ("nemotron_h", {"attention_bias": True, "layers_block_type": ["full_attention", "mlp"]}),
@@ -123,6 +126,7 @@ FORMS = [
     ("hy_v3", {"num_shared_experts": 2}),
     ("kimi_linear", {"num_shared_experts": 2}),
     ("laguna", {"gating": False}),
+    ("laguna", {"gating": False, "attention_bias": True}),
     ("laguna", {"gating": "per-element"}),
     ("laguna", {"gating": "per-head"}),
     ("marian", {"share_encoder_decoder_embeddings": False}),
@@ -206,6 +210,31 @@ def test_a_config_json_has_the_parameters_that_transformers_makes_of_it(family, 
         assert [kind_of(layer) for layer in model.layers] == list(kinds)
 
 
+OLDER = [
+    ("axk1", {"first_k_dense_replace": 1, "moe_layer_freq": 2, "num_hidden_layers": 4}),
+    ("bloom", {"n_embed": 1024, "num_attention_heads": 16}),
+    ("bloom", {"n_embed": 1024, "hidden_size": 64, "num_attention_heads": 16}),
+    ("dbrx", {"attn_config": {"rope_theta": 10000.0}, "ffn_config": None}),
+    ("dbrx", {"ffn_config": {"moe_num_experts": 8}}),
+    ("falcon", {"n_embed": 1024, "num_attention_heads": 16}),
+    ("internlm3", {"bias": True, "qkv_bias": True}),
+    ("lfm2", {"tie_embedding": False}),
+    ("lfm2_moe", {"tie_embedding": False}),
+    ("minicpm3", {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-*", "mamba_conv_bias": False}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-*", "mamba_d_conv": 3}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-*", "mamba_n_groups": 4}),
+]
+"""Entries of config.json that transformers reads and does not write, or that it completes by others."""
+
+
+@pytest.mark.parametrize(("family", "settings"), OLDER, ids=map(str, OLDER))
+def test_a_config_json_of_the_authors_has_the_parameters_that_transformers_makes_of_it(family, settings):
+    _, made = make(family, **settings)
+    read = from_config("m", {"model_type": family, **NEEDED.get(family, {}), **settings})
+    assert parameters(read).total == sum({id(p): p.numel() for p in made.parameters()}.values())
+
+
 def kind_of(layer):
     """The kind of a layer in the names of transformers."""
     if layer.recurrent:
@@ -273,6 +302,9 @@ KINDS = [
     ("cohere2", {"sliding_window_pattern": 3}),
     ("cohere2_moe", {"sliding_window_pattern": 3}),
     ("cohere2_moe", {"first_k_dense_replace": 4, "prefix_dense_sliding_window_pattern": 2}),
+    ("dots1", {"sliding_window": 64}),
+    ("dots1", {"sliding_window": 64, "max_window_layers": 3}),
+    ("dots1", {"sliding_window": None, "max_window_layers": 3}),
     ("exaone4", {"sliding_window_pattern": 3}),
     ("gemma3_text", {"sliding_window_pattern": 3}),
     ("lfm2", {"full_attn_idxs": [1, 4]}),
@@ -283,6 +315,8 @@ KINDS = [
     ("modernbert-decoder", {"global_attn_every_n_layers": 2}),
     ("lara_mini", {"full_attention_interval": 2}),
     ("olmo3", {"sliding_window_pattern": 6}),
+    ("qwen2_moe", {"use_sliding_window": True}),
+    ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 4}),
     ("qwen3_next", {"full_attention_interval": 3, "sliding_window_pattern": 2}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 64}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1, 0, 0, 1, 1, 0, 1]}),
@@ -296,6 +330,14 @@ def test_a_config_json_without_layer_types_has_the_layers_that_transformers_make
     config = auto.configuration_auto.CONFIG_MAPPING[family](num_hidden_layers=7, **settings)
     read = from_config("m", {"model_type": family, "num_hidden_layers": 7, **settings})
     assert [kind_of(layer) for layer in read.layers] == config.layer_types
+
+
+def test_a_gpt_neo_has_the_layers_of_its_groups():
+    groups = [[["local"], 2], [["global", "local"], 1]]
+    config = auto.configuration_auto.CONFIG_MAPPING["gpt_neo"](num_layers=4, attention_types=groups)
+    read = from_config("m", {"model_type": "gpt_neo", "num_layers": 4, "attention_types": groups})
+    kinds = {"global": "full_attention", "local": "sliding_attention"}
+    assert [kind_of(layer) for layer in read.layers] == [kinds[each] for each in config.attention_layers]
 
 
 def test_shared_experts_have_one_number_by_any_of_their_names():
@@ -396,6 +438,22 @@ def test_defaults_of_sizes_are_named_in_a_note():
     assert [layer.attention for layer in model.layers] == [layer.attention for layer in published.layers]
     note = "Defaults of gemma3_text: vocab_size 262,208, num_attention_heads 8, num_key_value_heads 4."
     assert note in model.notes
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_the_entry_of_the_outer_config_json_says_whether_the_output_is_tied(outer):
+    text = {"model_type": "gemma", "num_hidden_layers": 2, "vocab_size": 1000, "tie_word_embeddings": not outer}
+    config = auto.configuration_auto.CONFIG_MAPPING["paligemma"](text_config=text, tie_word_embeddings=outer)
+    with torch.device("meta"):
+        made = auto.AutoModelForImageTextToText.from_config(config)
+    read = from_config("m", {"model_type": "paligemma", "text_config": text, "tie_word_embeddings": outer})
+    assert read.tied == (made.lm_head.weight is made.get_input_embeddings().weight) == outer
+
+
+def test_without_an_entry_the_output_of_a_text_model_is_tied_as_in_its_family():
+    text = {"model_type": "smollm3"}
+    assert from_config("m", {"model_type": "seer", "text_config": text}).tied
+    assert not from_config("m", {"model_type": "seer", "text_config": {**text, "tie_word_embeddings": False}}).tied
 
 
 @pytest.mark.parametrize("family", refusals())

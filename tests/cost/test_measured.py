@@ -17,8 +17,8 @@ from regard.cost.model import Layer, Mlp, Model
 from regard.cost.storage import cache_bytes, stored_bytes
 from regard.cost.training import layer_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step
-from regard.integrate import use_regard
-from regard.integrate.cache_argument import cache_of
+from regard.integrate import regard_cache, use_regard
+from regard.integrate.cache_argument import as_argument, cache_of
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
@@ -179,6 +179,15 @@ def test_a_window_stores_the_tokens_that_the_next_query_sees(tokens):
     assert cache.bytes == 2 * stored_bytes(windowed, tokens, Storage(), 2)
 
 
+@pytest.mark.parametrize(("codec", "kind"), [(Int8(), "int8"), (Int4(), "int4"), (Fp8(), "fp8")])
+@pytest.mark.parametrize("tokens", [1024, 1061, 2100])
+def test_codes_in_a_window_are_estimated(codec, kind, tokens):
+    cache = filled(KVCache(layout=Rolling(1024, sinks=4), codec=codec), tokens - 1)
+    cache.append(torch.zeros(2, 3, 1, 48).bfloat16(), torch.zeros(2, 3, 1, 40).bfloat16())
+    windowed = Attention(6, 3, 48, 40, pattern=Pattern(window=1020, sinks=4))
+    assert cache.bytes == pytest.approx(2 * stored_bytes(windowed, tokens, Storage(kind), 2), rel=0.12)
+
+
 @pytest.mark.parametrize("tokens", [10, 64, 331])
 def test_pages_hold_whole_pages(tokens):
     cache = filled(KVCache(layout=Paged(16)), tokens)
@@ -186,6 +195,33 @@ def test_pages_hold_whole_pages(tokens):
     assert cache.bytes == 2 * stored_bytes(PLAIN, tokens, Storage(), 2)
     assert cache.bytes <= counted <= cache.allocated_bytes
     assert counted % (16 * PLAIN.cached * 2) == 0
+
+
+@pytest.mark.parametrize(("codec", "kind"), [(None, "bfloat16"), (Int8(), "int8"), (Int4(), "int4")])
+def test_keys_and_values_of_cross_attention_stay_as_they_are(codec, kind):
+    auto = pytest.importorskip("transformers.models.auto")
+    sizes = {"d_model": 64, "vocab_size": 101, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    layers = {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = auto.configuration_auto.CONFIG_MAPPING["bart"](**sizes, **layers)
+    model = use_regard(auto.AutoModelForSeq2SeqLM.from_config(config).eval().bfloat16())
+    cache, tokens = regard_cache(model, codec=codec), torch.zeros(1, 300, dtype=torch.long)
+    with torch.no_grad():
+        model.model(input_ids=tokens, decoder_input_ids=tokens, use_cache=True, **as_argument(model.model, cache))
+    assert cache.bytes == cache_bytes(from_config("m", config.to_dict()), 300, storage=Storage(kind))
+
+
+def test_every_layer_of_a_qwen3_moe_has_its_window():
+    auto = pytest.importorskip("transformers.models.auto")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 101}
+    settings = {**SMALL["llama"], **sizes, "num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 5}
+    config = auto.configuration_auto.CONFIG_MAPPING["qwen3_moe"](**settings, attn_implementation="eager")
+    with torch.no_grad():
+        out = auto.AutoModelForCausalLM.from_config(config).eval()(
+            torch.zeros(1, 23, dtype=torch.long), output_attentions=True
+        )
+    read = from_config("m", {"model_type": "qwen3_moe", **settings})
+    counted = [layer.attention.pattern.pairs(queries=23, keys=23) for layer in read.layers]
+    assert counted == [int((weights[0, 0] > 0).sum()) for weights in out.attentions] == [23 * 5 - 10] * 2
 
 
 RECURRENT = {

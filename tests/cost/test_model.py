@@ -79,6 +79,30 @@ def test_the_text_part_of_a_model_with_images_is_read():
     assert (model.d_model, model.notes) == (64, ("The text model alone.",))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"model_type": "mistral", "sliding_window": None, "num_hidden_layers": 2},
+        {"model_type": "deepseek_v3", "q_lora_rank": None, "num_hidden_layers": 4},
+    ],
+)
+def test_a_null_in_the_text_part_is_a_null(text):
+    assert from_config("m", {"model_type": "seer", "text_config": text}).layers == from_config("m", text).layers
+
+
+def test_a_quantised_checkpoint_of_a_model_with_images_has_a_note():
+    model = from_config("m", {"text_config": {"model_type": "llama"}, "quantization_config": {"quant_method": "awq"}})
+    assert any("quantised" in note for note in model.notes)
+
+
+@pytest.mark.parametrize(
+    ("entries", "part"),
+    [({"model_type": "roberta"}, "pooler"), ({"model_type": "modernbert-decoder"}, "dense layer before the output")],
+)
+def test_parts_that_count_as_parameters_alone_are_named_in_a_note(entries, part):
+    assert any(part in note for note in from_config("m", entries).notes)
+
+
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -101,6 +125,17 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding layers and no sliding_window"),
         ({"is_encoder_decoder": True}, "an encoder with a decoder"),
         ({"num_local_experts": 4, "num_experts_per_tok": 8}, "8 of 4 experts"),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "^m has one expert, with a router that is not counted: "),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 1}}, "^m has one expert"),
+        ({"model_type": "dots1", "n_routed_experts": 1}, "^m has one expert"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "^m has add_cross_attention: attention to an encoder of"),
+        ({"model_type": "bloom", "n_embed": "x"}, "^m: hidden_size is 'x': expected a whole number.$"),
+        ({"model_type": "axk1", "moe_layer_freq": 0}, "^m: moe_layer_freq is 0: expected 1 or more.$"),
+        (
+            {"model_type": "gpt_neo", "attention_types": [["local"], 2]},
+            r"attention_types is \[\['local'\], 2\]: expected a",
+        ),
+        ({"model_type": "gpt_neo", "attention_types": [[["local"], 3]]}, "attention_layers has a length of 3, with 2"),
         ({"num_attention_heads": 0}, "^m: num_attention_heads is 0: expected 1 or more.$"),
         ({"intermediate_size": [[1], [2]]}, r"^m: intermediate_size is \[\[1\], \[2\]\]: expected a whole number.$"),
         ({"layer_types": [["full_attention"]] * 2}, r"layer_types has \['full_attention'\]: expected a list of names"),
@@ -138,6 +173,13 @@ def test_impossible_shapes_say_why(change, message):
     }  # fmt: skip
     with pytest.raises(ProblemError, match=message):
         from_config("m", entries | change)
+
+
+def test_one_expert_is_a_dense_mlp_where_the_family_makes_one():
+    jamba = {"model_type": "jamba", "num_experts": 1}
+    assert {layer.mlp.experts for layer in from_config("m", jamba).layers} == {1}
+    dense = {"model_type": "hunyuan_v1_dense", "head_dim": 128}
+    assert from_config("m", {**dense, "num_experts": 1}).layers == from_config("m", dense).layers
 
 
 def test_unknown_models_list_near_names():

@@ -104,6 +104,18 @@ def test_latent_attention_runs_expanded_for_a_prompt_and_absorbed_for_a_step():
     assert prompt == 2 * 128 * (192 + 128) * (4096 * 4097 // 2)
 
 
+def test_a_prompt_of_latents_reads_the_keys_and_values_of_all_heads():
+    c = cost("deepseek-v3", context=4096, machine="h100")
+    assert c.prompt.attention.moved == c.traffic.least
+
+
+def test_the_gate_of_a_shared_expert_is_a_product_of_each_token():
+    sizes = {"experts": 4, "active": 2, "shared_mlp": 32}
+    without, gated = (forward(tiny(**sizes, shared_gate=each), prompt_call(10)).mlp for each in (False, True))
+    assert gated.flops - without.flops == 2 * 10 * 2 * 64
+    assert gated.moved - without.moved == 2 * 64 * 2
+
+
 def test_shared_caches_store_and_project_nothing():
     model = find_model("gemma-3n-e4b")
     kept = [layer for layer in model.layers if layer.attention.cached]
@@ -173,10 +185,14 @@ def test_pages_waste_what_their_last_one_does_not_fill():
     assert cache_bytes(model, 100, storage=Storage(page=16)) == 112 * token_bytes(model)
 
 
-def test_windows_change_full_layers_alone():
-    model = with_window(find_model("gemma-2-9b"), 1000, 4)
-    kinds = [str(layer.attention.pattern) for layer in model.layers[:2]]
-    assert kinds == ["window 4,096", "window 1,000 + 4 sinks"]
+@pytest.mark.parametrize(
+    ("window", "kinds"),
+    [(1000, ["window 1,000 + 4 sinks"] * 2), (5000, ["window 4,096", "window 5,000 + 4 sinks"])],
+)
+def test_windows_change_the_layers_that_store_more(window, kinds):
+    model = with_window(find_model("gemma-2-9b"), window, 4)
+    assert [str(layer.attention.pattern) for layer in model.layers[:2]] == kinds
+    assert cache_bytes(model, 10**6) < cache_bytes(find_model("gemma-2-9b"), 10**6)
 
 
 def test_what_ifs_are_changes_alone():
@@ -185,6 +201,8 @@ def test_what_ifs_are_changes_alone():
     names = [name for name, _ in cost("deepseek-v3", context=2048).what_if()]
     assert names == ["as it is", "int8 cache", "int4 cache"]
     assert [name for name, _ in cost("bert-base").what_if()] == ["as it is"]
+    names = [name for name, _ in cost("gemma-2b", context=2048).what_if()]  # which has 8 heads
+    assert names == ["as it is", "MHA", "MLA", "int8 cache", "int4 cache"]
 
 
 @pytest.mark.parametrize(

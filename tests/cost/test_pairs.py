@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from regard import Causal, Dilated, Documents, Prefix, Window
@@ -46,20 +46,29 @@ def test_pairs_are_those_of_the_schedule(pattern, queries, past):
     assert pattern.pairs(queries=queries, keys=keys) == tiles.pairs
 
 
+def keeps(p: Pattern, q: int, k: int) -> bool:
+    """Whether the query at position q may see key k, by the definition of the pattern."""
+    if p.prefix and k < p.prefix:
+        return True
+    if p.chunk:
+        return k <= q and k // p.chunk == q // p.chunk
+    if p.window is not None:
+        return (k <= q or not p.causal) and (abs(q - k) < p.window or k < p.sinks)
+    return (k <= q or not p.causal) and (q - k) % p.step == 0
+
+
 @given(PATTERNS, st.integers(0, 14), st.integers(0, 14), st.integers(-6, 12))
 def test_pairs_are_those_of_every_pair_tried_at_any_offset(pattern, queries, keys, offset):
-    def keeps(q: int, k: int) -> bool:
-        p = pattern
-        if p.prefix and k < p.prefix:
-            return True
-        if p.chunk:
-            return k <= q and k // p.chunk == q // p.chunk
-        if p.window is not None:
-            return (k <= q or not p.causal) and (abs(q - k) < p.window or k < p.sinks)
-        return (k <= q or not p.causal) and (q - k) % p.step == 0
-
-    tried = sum(keeps(q, k) for q in range(offset, offset + queries) for k in range(keys))
+    tried = sum(keeps(pattern, q, k) for q in range(offset, offset + queries) for k in range(keys))
     assert pattern.pairs(queries=queries, keys=keys, offset=offset) == tried
+
+
+@given(PATTERNS, st.integers(0, 14), st.integers(0, 14))
+@example(Pattern(step=4), 2, 12)
+def test_keys_are_seen_once_however_many_queries_see_them(pattern, queries, past):
+    keys = queries + past
+    seen = sum(any(keeps(pattern, q, k) for q in range(past, keys)) for k in range(keys))
+    assert pattern.keys_seen(queries=queries, keys=keys) == seen
 
 
 def test_lengths_beyond_every_schedule_are_exact():

@@ -5,6 +5,7 @@ Neither torch nor rich is imported: the table is there at once.
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from regard import __version__
@@ -14,6 +15,7 @@ from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, outpu
 from regard.errors import ProblemError
 
 if TYPE_CHECKING:
+    from regard.cost.model import Model
     from regard.cost.model_cost import ModelCost
     from regard.parallel.predict import Sharded
 
@@ -129,7 +131,6 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
     """
     from regard.cost import Storage, cost, find_machine, load_model
     from regard.cost.machines import THIS
-    from regard.cost.model_cost import with_window
 
     if args.sinks is not None and args.window is None:
         raise ProblemError(f"--sinks {args.sinks} are the first tokens of a window: add --window.")
@@ -145,8 +146,18 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
         sinks = min(SINKS, args.window - 1) if args.sinks is None else args.sinks
         if sinks >= args.window:
             raise ProblemError(f"--window {args.window} counts its {sinks} sinks: expected more than those.")
-        model = with_window(model, args.window - sinks, sinks)
+        model = windowed(model, args.window - sinks, sinks)
     return cost(model, context=args.context, batch=args.batch, dtype=args.dtype, storage=storage, machine=machine)
+
+
+def windowed(model: "Model", window: int, sinks: int) -> "Model":
+    """The model whose layers keep the last `window` tokens and the first `sinks`, or a note that this is no change."""
+    from regard.cost.model_cost import with_window
+
+    changed = with_window(model, window, sinks)
+    if changed != model:
+        return changed
+    return replace(model, notes=(*model.notes, f"--window {window + sinks:,} changes nothing: no layer stores more."))
 
 
 def this_machine(name: str = "this") -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from regard.cost.fit import USABLE
 from regard.cost.machine import Machine
-from regard.cost.machines import find_machine, machine_names
+from regard.cost.machines import THIS, find_machine, machine_names
 from regard.cost.model import Layer, Model
 from regard.cost.model_cost import ModelCost
 from regard.cost.parameter_count import parameters
@@ -173,14 +173,20 @@ def _shares(machine: Machine, dtype: str) -> Iterator[str]:
 
 def _fit(c: ModelCost, machine: Machine) -> str:
     usable = f"{100 * USABLE:.0f} % of {size(machine.memory)}"
-    if c.largest_context == 0:
-        more = -(-c.weight_bytes // int(machine.memory // machine.count * USABLE))
-        hint = f"{more}x{machine.name.rpartition('x')[2] if machine.count > 1 else machine.name}"
-        return f"It does not fit: {size(c.weight_bytes)} of weights, {usable}. Try --machine {hint}."
+    if c.weight_bytes > int(machine.memory * USABLE):
+        return f"It does not fit: {size(c.weight_bytes)} of weights, {usable}. Try {_larger(c, machine)}."
     context = "any number of" if c.largest_context is None else f"at most {c.largest_context:,}"
     batch = "any batch" if c.largest_batch is None else f"a batch of {c.largest_batch:,}"
     fits = "It fits" if c.fits else f"It does not fit ({size(c.weight_bytes + c.cache_bytes)})"
     return f"{fits} in {usable}: {context} tokens of context in this batch, or {batch} at this context."
+
+
+def _larger(c: ModelCost, machine: Machine) -> str:
+    """The option with as many machines of this kind as the weights fit; `this` is the only one of its kind."""
+    if machine.name in THIS:
+        return "another --machine"
+    count = -(-c.weight_bytes // int(machine.memory // machine.count * USABLE))
+    return f"--machine {count}x{machine.name.rpartition('x')[2] if machine.count > 1 else machine.name}"
 
 
 def _what_if(current: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list[str]:

@@ -29,6 +29,9 @@ def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
 def bytes_moved(schedule: Schedule, *, kv_heads: int, of_query: float, of_key: float) -> int:
     """The least that any backend reads and writes, in bytes: q, out, the keys and values that are seen, each once.
 
+    Where heads that share a key head have masks of their own, the mean of the keys that each of them sees counts: a
+    lower limit of those that any of them sees.
+
     Args:
         of_query: bytes of a query and its row of the output, for one head.
         of_key: bytes of a key and its value, for one key head.
@@ -36,6 +39,6 @@ def bytes_moved(schedule: Schedule, *, kv_heads: int, of_query: float, of_key: f
     rows = schedule.batch * schedule.heads * schedule.queries
     batches, heads = schedule.maps
     copies = (schedule.batch // batches if batches else 0) * (kv_heads if heads == 1 else 1)
-    if heads > 1:  # heads of a group may see different keys of their shared head: at most all that each sees
+    if heads > 1:  # the mean over the heads of a group
         copies = copies * kv_heads / schedule.heads
     return int(rows * of_query + schedule.keys_read * copies * of_key)

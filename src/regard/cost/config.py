@@ -57,6 +57,9 @@ MLP_LETTERS = {"dense": "d", "sparse": "e"}
 TEXT_CONFIGS = ("text_config", "llm_config")
 """Entries with the text model of a model for images or sounds."""
 
+OUTER = ("tie_word_embeddings", "quantization_config")
+"""Entries of such a model that hold for its text model, whatever its own entries are."""
+
 FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "shared_gate")
 """Fields that are true or false."""
 
@@ -89,8 +92,7 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     notes: list[str] = []
     nested = next((each for each in TEXT_CONFIGS if isinstance(config.get(each), dict)), None)
     if nested is not None:
-        tied = config.get("tie_word_embeddings")
-        config = {"tie_word_embeddings": tied, **{k: v for k, v in config[nested].items() if v is not None}}
+        config = {**config[nested], **{each: config[each] for each in OUTER if config.get(each) is not None}}
         notes.append("The text model alone.")
     family = _family(name, str(config.get("model_type", "")), notes)
     is_known = config.get("model_type") == family.name
@@ -101,6 +103,8 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
         config = _with_defaults(config, family.name, notes)
     if config.get("is_encoder_decoder") and "encoder_layers" not in family.read:
         raise ProblemError(f"{name}: {family.name} is an encoder with a decoder, which is not read from a config.json.")
+    if config.get("add_cross_attention") and "encoder_layers" not in family.read:
+        raise ProblemError(f"{name} has add_cross_attention: attention to an encoder of another model is not counted.")
     if config.get("quantization_config"):
         notes.append("The checkpoint is quantised; its weights count in the type of the option.")
     fields: dict[str, Any] = dict(family.fields)
@@ -114,6 +118,7 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     if family.recurrent:
         fields["recurrent"] = _recurrent(family.recurrent, config, fields)
     _add_pattern(name, family.name, config, fields)
+    _check_experts(name, family, fields)
     _add_experts(name, family.name, config, fields)
     _add_family(name, family.name, config, fields)
     if missing := missing_fields(fields):
@@ -278,14 +283,25 @@ def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, l
             before = "s" * (config.get("prefix_dense_sliding_window_pattern", 1) - 1) + "f"
             return _repeated(before, dense) + _repeated(letters, layers - dense)
         return letters
-    if family in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
+    if family in ("qwen2", "qwen2_moe", "qwen3", "dots1"):
         first = min(config.get("max_window_layers", layers), layers)
+        if family == "qwen2_moe":  # windows before that layer, in every second one
+            return _repeated("sf", first) + "f" * (layers - first)
         return "f" * first + "s" * (layers - first)
     return "s"
 
 
 def _repeated(letters: str, layers: int) -> str:
     return (letters * layers)[: max(layers, 0)]
+
+
+def _check_experts(name: str, family: Family, fields: Mapping[str, Any]) -> None:
+    """Raise `ProblemError` for a mixture of one expert, which has a router all the same; a jamba is dense then."""
+    if fields.get("experts") != 1 or family.name in ("jamba", "nemotron_h"):  # of nemotron_h, layers may have none
+        return
+    of_mixtures = {"experts", *family.read.get("experts", NAMES["experts"]), *NAMES["expert_mlp"]}
+    if of_mixtures & {*family.fields, *default_entries(family.name)}:
+        raise ProblemError(f"{name} has one expert, with a router that is not counted: expected 2 experts or more.")
 
 
 def _add_experts(name: str, family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
@@ -318,6 +334,9 @@ def _add_experts(name: str, family: str, config: Mapping[str, Any], fields: dict
         fields["mlp_pattern"] = "".join("e" if i % period == offset else "d" for i in range(layers))
     if config.get("decoder_sparse_step", 1) > 1:
         fields["moe_every"] = config["decoder_sparse_step"]
+    if family == "axk1" and not config.get("mlp_layer_types") and (every := config.get("moe_layer_freq", 1)) > 1:
+        first = fields.get("dense_layers", 0)
+        fields["mlp_pattern"] = "".join("e" if i >= first and not i % every else "d" for i in range(layers))
     if "interleave_moe_layer_step" in config:  # llama4_text: intermediate_size is that of an expert
         fields["moe_every"] = config["interleave_moe_layer_step"]
         fields["shared_mlp"] = fields["expert_mlp"] = fields["mlp"]
@@ -334,8 +353,8 @@ def _add_family(name: str, family: str, config: Mapping[str, Any], fields: dict[
     """What a setting of one family alone says."""
     if family == "falcon":
         grouped = bool(config.get("new_decoder_architecture"))
-        both = config.get("num_ln_in_parallel_attn") or 2  # norms of a layer, with grouped heads
-        fields["norms"] = both if grouped else 1 if config.get("parallel_attn", True) else 2
+        parallel = config.get("num_ln_in_parallel_attn") or (2 if grouped else 1)  # norms of a layer with one input
+        fields["norms"] = 1 if config.get("parallel_attn", True) and parallel != 2 else 2
         if not grouped:
             fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
         fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = bool(config.get("bias", False))
@@ -364,6 +383,8 @@ def _add_family(name: str, family: str, config: Mapping[str, Any], fields: dict[
             fields["final_norm"] = False
     if family == "laguna":
         fields["gate"] = "head" if config.get("gating", True) in (True, "per-head") else "element"
+        if fields["gate"] == "element":  # which has no bias
+            fields["other_parameters"] = "-1 layers heads head_dim attention_bias"
     if family == "marian" and not config.get("share_encoder_decoder_embeddings", True):
         fields["other_parameters"] = fields.get("vocab", 0) * fields.get("d_model", 0)  # embeddings of the encoder
         fields["vocab"] = config.get("decoder_vocab_size") or fields.get("vocab", 0)

@@ -29,8 +29,8 @@ LEAST = {
     "block_multiple_of": 1, "decoder_sparse_step": 1, "decoder_vocab_size": 1, "expert_layer_offset": 0,
     "expert_layer_period": 1, "hidden_size": 1, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 1,
     "local_attention": 0, "mamba_d_ssm": 1, "mamba_expand": 1, "mamba_n_heads": 1, "max_source_positions": 1,
-    "max_window_layers": 0, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_layer_start_index": 0,
-    "no_rope_layer_interval": 1, "num_ln_in_parallel_attn": 1, "num_mel_bins": 1,
+    "max_window_layers": 0, "moe_layer_end_index": -1, "moe_layer_freq": 1, "moe_layer_interval": 1,
+    "moe_layer_start_index": 0, "no_rope_layer_interval": 1, "num_ln_in_parallel_attn": 1, "num_mel_bins": 1,
     "prefix_dense_sliding_window_pattern": 1, "relative_attention_num_buckets": 0, "task_type_vocab_size": 0,
     "type_vocab_size": 0,
 }  # fmt: skip
@@ -44,6 +44,18 @@ LISTS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers"
 
 KIND_LISTS = (*KINDS, "mlp_layer_types")
 """Entries that are lists of names."""
+
+OLDER_NAMES = {
+    "bloom": {"n_embed": "hidden_size"},
+    "falcon": {"n_embed": "hidden_size"},
+    "internlm3": {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    "lfm2": {"tie_embedding": "tie_word_embeddings"},
+    "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
+    "nemotron_h": {
+        "mamba_conv_bias": "use_conv_bias", "mamba_d_conv": "conv_kernel", "mamba_n_groups": "n_groups",
+    },
+}  # fmt: skip
+"""Older names of entries by family, each with its newer one; where a config.json has both, the older one counts."""
 
 BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of `hybrid_override_pattern`, as older files of nemotron_h write the kinds of their layers."""
@@ -62,8 +74,11 @@ def checked_entries(name: str, family: str | None, config: Mapping[str, Any]) ->
     Traceback (most recent call last):
     regard.errors.ProblemError: m: attn_layer_period is 0: expected 1 or more.
     """
+    config = _renamed(config, OLDER_NAMES.get(family or "", {}))
     if family == "nemotron_h":
         config = _with_blocks(name, config)
+    if family == "gpt_neo":
+        config = _with_kinds(name, config)
     left_out = _ignored(family, config)
     left_out |= {key for key in (*LEAST, *LISTS, *KIND_LISTS) if config.get(key) is None and key not in NONE}
     config = {key: value for key, value in config.items() if key not in left_out}
@@ -114,6 +129,24 @@ def _check_list(name: str, key: str, value: Any, kind: type, expected: str) -> N
 def _check_letters(name: str, key: str, value: Any, letters: str, expected: str) -> None:
     if not isinstance(value, str) or not value or set(value) - set(letters):
         raise ProblemError(f"{name}: {key} is {value!r}: expected a text of {expected}.")
+
+
+def _renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    older = {newer: config[each] for each, newer in names.items() if config.get(each) is not None}
+    return {**config, **older}
+
+
+def _with_kinds(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of a gpt_neo with `attention_layers`, computed from `attention_types` as transformers does."""
+    groups = config.get("attention_types")
+    if groups is None:
+        return config
+    try:
+        kinds = [kind for group, count in groups for kind in [*group] * count]
+    except (TypeError, ValueError):
+        expected = 'a list of groups of layers, as [[["global", "local"], 12]]'
+        raise ProblemError(f"{name}: attention_types is {groups!r}: expected {expected}.") from None
+    return {**config, "attention_layers": kinds}
 
 
 def _with_blocks(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:

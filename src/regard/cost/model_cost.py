@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from regard.cost.expected import expected_pass
-from regard.cost.fit import crossing, largest_batch, largest_context, weight_bytes
+from regard.cost.fit import MOST, crossing, largest_batch, largest_context, weight_bytes
 from regard.cost.machine import Machine
 from regard.cost.machines import machine_or_none
 from regard.cost.model import Latent, Layer, Model
@@ -173,7 +173,7 @@ class ModelCost:
             return
         for name, change in HEADS.items():
             changed = change(self.model)
-            if changed is not None:
+            if changed is not None and changed.attention is not None and changed.attention.kind == name:
                 yield name, replace(self, model=changed)
         for kind in ("int8", "int4"):
             if self.storage.kind != kind and self.cache_bytes > self.state_bytes:
@@ -183,7 +183,7 @@ class ModelCost:
             yield f"window {WINDOW:,} + {SINKS} sinks", replace(self, model=windowed)
 
     def model_with_window(self, window: int, sinks: int) -> Model:
-        """The model whose layers of full attention see a window and the first tokens."""
+        """The model whose layers see a window and the first tokens; see `with_window`."""
         return with_window(self.model, window, sinks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,12 +229,14 @@ class ModelCost:
 
 
 def with_window(model: Model, window: int, sinks: int) -> Model:
-    """The model whose layers of full causal attention see the last `window` tokens and the first `sinks`."""
+    """The model whose layers of causal attention that store more tokens see the last `window` and the first `sinks`."""
+    pattern = Pattern(window=window, sinks=sinks)
 
     def change(layer: Layer) -> Layer:
-        if layer.attention is None or layer.attention.pattern != Pattern():
+        a = layer.attention
+        if a is None or not a.pattern.causal or a.pattern.stored(MOST) <= pattern.stored(MOST):
             return layer
-        return replace(layer, attention=replace(layer.attention, pattern=Pattern(window=window, sinks=sinks)))
+        return replace(layer, attention=replace(a, pattern=pattern))
 
     return replace(model, layers=tuple(change(layer) for layer in model.layers))
 

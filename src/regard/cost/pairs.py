@@ -86,8 +86,8 @@ class Pattern:
             return 0
         if self.chunk:
             return keys - (keys - queries) // self.chunk * self.chunk
-        if self.step > 1 and queries == 1:
-            return -(-keys // self.step)
+        if self.step > 1:  # queries at distances below the step see no key twice, and `step` of them see every key
+            return self.pairs(queries=min(queries, self.step), keys=keys)
         return keys if self.window is None else min(keys, queries - 1 + self.window + self.sinks)
 
     def stored(self, context: int) -> int:

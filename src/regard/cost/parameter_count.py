@@ -118,9 +118,9 @@ def active_mlp_parameters(m: Mlp, d_model: int) -> int:
 
 
 def mlp_weights(m: Mlp, d_model: int) -> tuple[int, int]:
-    """Elements of the weight matrices of (one expert, what every token takes: router and shared experts)."""
+    """Elements of the weight matrices of (one expert, what every token takes: router, shared experts, their gate)."""
     router = m.experts * d_model if m.experts > 1 else 0
-    return m.matrices * d_model * m.width, router + m.matrices * d_model * m.shared
+    return m.matrices * d_model * m.width, router + (m.matrices * m.shared + m.shared_gate) * d_model
 
 
 def _expert(m: Mlp, d_model: int) -> int:
@@ -131,7 +131,7 @@ def _expert(m: Mlp, d_model: int) -> int:
 def _always(m: Mlp, d_model: int) -> int:
     """The router and the experts that every token takes."""
     biases = m.bias * bool(m.shared) * ((m.matrices - 1) * m.shared + d_model)
-    return mlp_weights(m, d_model)[1] + biases + m.experts * (m.experts > 1 and m.router_bias) + m.shared_gate * d_model
+    return mlp_weights(m, d_model)[1] + biases + m.experts * (m.experts > 1 and m.router_bias)
 
 
 def _norms(layer: Layer, model: Model) -> int:

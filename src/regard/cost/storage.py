@@ -10,6 +10,8 @@
 The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`). With a page size, the last
 page of a row counts whole: at least `KVCache.bytes`, which counts its tokens, and at most `KVCache.allocated_bytes`,
 which counts free pages too. Of codes in pages it is an estimate: `Paged` encodes whole pages, other tokens stay plain.
+So it is of codes in a window: in `Rolling` a few groups more, or fewer, stay plain. Keys and values of cross-attention
+are always plain and in no pages, as in `regard.integrate.cache.PairedCache`.
 """
 
 import operator
@@ -92,7 +94,9 @@ def stored_bytes(a: Attention, context: int, storage: Storage, item: int) -> int
     """
     if a.shares_cache or not (a.pattern.causal or a.is_cross):
         return 0
-    tokens = context if a.is_cross else a.pattern.stored(context)
+    if a.is_cross:
+        return context * a.cached * item
+    tokens = a.pattern.stored(context)
     if storage.page is not None:
         tokens = -(-tokens // storage.page) * storage.page
     if not storage.is_coded:

@@ -148,6 +148,8 @@ def _attend(a: Attention, d_model: int, call: Call, queries: int, keys: int) -> 
     projections = _product(weights.queries + weights.out, tokens, 2 * d_model + width, call.item)
     if projected:
         projections += _product(weights.keys, projected, d_model + a.cached, call.item)
+    seen = a.pattern.keys_seen(queries=queries, keys=keys)
+    read = _cached(a, keys, seen, call)
     if a.latent is None:
         flops = attention_flops(a.calls * b * a.heads * pairs, a.qk_dim, a.v_dim)
         rows = a.heads * (a.qk_dim + a.calls * a.v_dim)
@@ -158,8 +160,8 @@ def _attend(a: Attention, d_model: int, call: Call, queries: int, keys: int) -> 
         projections += _product(weights.expand, b * expansions, width, call.item)
         flops = b * (min(expanded, absorbed) - up * expansions)
         rows = a.heads * (2 * a.latent.kv_rank + a.latent.rope_dim) if is_absorbed else width
-    cached = _cached(a, keys, a.pattern.keys_seen(queries=queries, keys=keys), call)
-    return Parts(projections, Work(flops, tokens * rows * call.item + b * cached))
+        read = read if is_absorbed else seen * width * call.item  # the keys and values of all heads
+    return Parts(projections, Work(flops, tokens * rows * call.item + b * read))
 
 
 def _latent(a: Attention, queries: int, keys: int, pairs: int) -> tuple[int, int, int]:
