@@ -21,8 +21,24 @@ def copying(tokens):
             logits[0, end - 1, ord(f" {key}"[len(asked[1])])] = 1.0
     return logits
 
+def never(tokens):
+    return uniform(tokens).index_fill(-1, torch.arange(128), -torch.inf)
+
 both = (copying, None)
+three = (copying, None, "x")
 broken = 1 / 0 if False else 3
+"""
+ANNOTATED = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class Sizes:
+    vocabulary: int = 256
+
+def uniform(tokens):
+    return torch.zeros(*tokens.shape, Sizes().vocabulary)
 """
 SMALL = ["--lengths", "400", "--depths", "0,1", "--samples", "2"]
 
@@ -122,6 +138,75 @@ def test_the_examples_of_one_process_alone_are_shown_with_a_note(model, here, ca
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["mine.py", "torch.py"])
+def test_a_file_may_define_dataclasses_with_annotations_as_texts(name, here, capsys):
+    (here / name).write_text(ANNOTATED)
+    assert evaluate("passkey", "--model", f"{name}:uniform", *SMALL) == 0
+
+
+def test_a_file_that_cannot_be_run_is_said_with_its_own_error(here, capsys):
+    (here / "mine.py").write_text("import torch\nx = torch.nope\ndef uniform(tokens): pass\n")
+    assert evaluate("passkey", "--model", "mine.py:uniform", *SMALL) == 2
+    assert "mine.py cannot be run: AttributeError: module 'torch' has no attribute 'nope'" in capsys.readouterr().err
+
+
+def test_a_file_that_was_changed_is_another_model(model, here, capsys):
+    command = ("passkey", "--model", f"{model}:uniform", *SMALL)
+    assert evaluate(*command, "--results", "r.jsonl") == 0
+    (here / model).write_text(MODEL.replace("zeros", "ones"))
+    capsys.readouterr()
+    assert evaluate(*command, "--results", "r.jsonl") == 2
+    assert "r.jsonl has results of another run: weights is" in capsys.readouterr().err
+    assert evaluate(*command) == 0
+    (here / model).write_text(MODEL)
+    assert evaluate(*command) == 0
+    assert len(list(here.glob("regard-passkey-mine-uniform-*.jsonl"))) == 2
+
+
+def test_losses_that_are_all_infinite_are_drawn_as_a_note(model, here, capsys):
+    (here / "book.txt").write_text("It was the best of times, it was the worst of times. " * 9)
+    task = ("stream", "--lengths", "50", "--samples", "2", "--haystack", "book.txt")
+    assert evaluate(*task, "--model", f"{model}:never", "--plot", "p.svg", "--html", "p.html") == 0
+    for name in ("p.svg", "p.html"):
+        assert "loss by position, nats: infinite at every position" in (here / name).read_text()
+
+
+# ---- files that are read --------------------------------------------------------------------------------------------
+
+RUN = ["passkey", "--model", "mine.py:uniform", *SMALL]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*RUN, "--results", "r.jsonl", "--json", "r.jsonl"], "--results and --json name the same file"),
+        ([*RUN, "--results", "./new.jsonl", "--json", "new.jsonl"], "--results and --json name the same file"),
+        ([*RUN, "--results", "new.jsonl", "--json", "r.jsonl"], "r.jsonl exists, and is no JSON that regard wrote"),
+        ([*RUN, "--html", "mine.py", "--force"], "mine.py is a file that is read: name another file after --html"),
+        ([*RUN, "--haystack", "book", "--plot", "book", "--force"], "book is a file that is read"),
+        (["documents", "--questions", "book", "--json", "book", "--force"], "book is a file that is read"),
+        (["show", "r.jsonl", "--json", "r.jsonl"], "r.jsonl is a file that is read: name another file after --json"),
+        (["show", "r.jsonl", "--json", "r.jsonl", "--force"], "r.jsonl is a file that is read"),
+        (["stream", "--model", "tiny", "--json", "tiny/config.json", "--force"], "is a file of the model that is read"),
+    ],
+)
+def test_no_output_replaces_results_or_a_file_that_is_read(arguments, message, model, here, capsys):
+    (here / "tiny").mkdir()
+    for name, text in {"r.jsonl": "", "book": "Call me Ishmael.", "tiny/config.json": "{}"}.items():
+        (here / name).write_text(text)
+    assert evaluate(*RUN, "--results", "r.jsonl") == 0
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    assert evaluate(*arguments) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_json_that_regard_wrote_is_replaced(model, here, capsys):
+    for _ in range(2):
+        assert evaluate(*RUN, "--results", "r.jsonl", "--json", "r.json") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,6 +222,9 @@ def test_the_examples_of_one_process_alone_are_shown_with_a_note(model, here, ca
         (["passkey", "--model", "nowhere.py:f"], "there is no file nowhere.py"),
         (["passkey", "--model", "mine.py:g"], "mine.py has no 'g'"),
         (["passkey", "--model", "mine.py:broken"], "the model is int: expected a callable"),
+        (["passkey", "--model", "mine.py:three"], "mine.py:three is a tuple of 3: expected a model, or (model, token"),
+        (["passkey", "--model", "mine.py:uniform", "--dtype", "float32"], "--dtype has no effect on mine.py:uniform"),
+        (["passkey", "--model", "mine.py:uniform", "--device", "cuda"], "--device has no effect on mine.py:uniform"),
         (["passkey", "--model", "nowhere"], "nowhere"),
         (["passkey", "--model", "mine.py:uniform", "--cache", "int8"], "a plain callable has no KV cache"),
         (["passkey", "--evict", "tova"], "--evict tova keeps a budget of tokens: add --budget"),

@@ -26,6 +26,16 @@ if "raise" in sys.argv:
     fail()
 """
 
+BUILTINS = """
+print(type(__builtins__), __builtins__.len("abc"))
+"""
+
+INTERRUPTED = """
+import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(9)
+"""
+
 ATTENDS = """
 import torch
 q = torch.randn(2, 8, 256, 64)
@@ -43,6 +53,8 @@ def folder(tmp_path: Path) -> Path:
     (inside / "__main__.py").write_text(SEES.replace("beside", "package.beside"))
     (inside / "module.py").write_text(SEES.replace("beside", "package.beside"))
     (inside / "attends.py").write_text(ATTENDS)
+    (inside / "builtins_of.py").write_text(BUILTINS)
+    (inside / "interrupted.py").write_text(INTERRUPTED)
     return tmp_path
 
 
@@ -59,6 +71,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param(("-m", "package", "a", "--html", "x"), marks=LONG),
         pytest.param(("-m", "package.module", "raise"), marks=LONG),
         pytest.param(("package/beside.py",), marks=LONG),
+        ("package/builtins_of.py",),
     ],
     ids=" ".join,
 )
@@ -76,6 +89,11 @@ def test_an_error_is_shown_as_python_shows_it(folder: Path):
     arguments = ("package/sees.py", "raise")
     ours, theirs = python(folder, "-m", "regard", *arguments), python(folder, *arguments)
     assert ours.stderr == theirs.stderr
+
+
+def test_ctrl_c_is_shown_as_python_shows_it(folder: Path):
+    ours, theirs = python(folder, "-m", "regard", "package/interrupted.py"), python(folder, "package/interrupted.py")
+    assert (ours.returncode, ours.stderr) == (theirs.returncode, theirs.stderr)
 
 
 @pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from regard import Rope
 from regard.cache import TOVA, SnapKV
@@ -125,6 +127,53 @@ def test_the_tokens_of_another_tokenizer_are_refused(made):
 def test_a_plain_callable_has_no_cache():
     with pytest.raises(ProblemError, match="a plain callable has no KV cache"):
         as_model(lambda tokens: tokens, cache=CACHES["int8"])
+
+
+@pytest.mark.parametrize("name", ["perplexity", "extrapolation"])
+def test_a_policy_that_evicts_after_the_text_is_refused(made, name, tmp_path):
+    model, tokenizer, _ = made
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 90)
+    options = {"lengths": (300,), "context": 128} if name == "perplexity" else {"trained": 128, "multiples": (1,)}
+    task = task_of(name, haystack=str(tmp_path / "book.txt"), **options)
+    with pytest.raises(ProblemError, match=r"the policy SnapKV\(.*change none of its losses: give the task stream"):
+        evaluate(task, model, tokenizer, cache=CACHES["snapkv"])
+    assert len(evaluate(task, model, tokenizer, cache=CACHES["window"]).records)
+
+
+class Dropping(nn.Module):
+    """A model of bytes with dropout, of which one part is in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout, self.still = nn.Embedding(256, 256), nn.Dropout(0.5), nn.Dropout(0.5).eval()
+
+    def forward(self, tokens):
+        return self.dropout(self.table(tokens))
+
+
+def dropping_gpt2():
+    config = GPT2Config(vocab_size=256, n_positions=512, n_embd=16, n_layer=1, n_head=2)
+    config.bos_token_id = config.eos_token_id = None
+    return GPT2LMHeadModel(config).train()
+
+
+@pytest.mark.parametrize("make", [Dropping, dropping_gpt2])
+def test_a_model_in_training_is_evaluated_without_dropout_and_stays_in_training(make, tmp_path):
+    torch.manual_seed(0)
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 90)
+    task, model = task_of("stream", lengths=(100,), samples=1, haystack=str(tmp_path / "book.txt")), make()
+    modes = [each.training for each in model.modules()]
+    found = evaluate(task, model).loss
+    assert [each.training for each in model.modules()] == modes
+    assert found == evaluate(task, model.eval()).loss
+
+
+def test_a_decoder_in_training_stays_in_training():
+    model, modes = decoder().train(), []
+    model.body.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    evaluate(Passkey((400,), (0.5,), samples=1), model)
+    assert set(modes) == {False}
+    assert model.training
 
 
 def test_a_policy_evicts_before_the_question_or_after_it(made):

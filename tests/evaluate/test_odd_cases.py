@@ -1,5 +1,6 @@
 """Settings that no text has, logits that mean nothing, files that are none, tokenizers of other packages."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from regard.evaluate import (
     as_model,
     evaluate,
 )
+from regard.evaluate.documents import read_questions
 
 BYTES = 256
 
@@ -55,6 +57,14 @@ def book(tmp_path_factory):
         (Stream((-5,)), "lengths has -5: expected whole numbers from 1 on"),
         (Extrapolation(16, (0.5,)), "multiples has 0.5: expected whole numbers from 1 on"),  # type: ignore[arg-type]
         (KeyValues((0,)), "pairs has 0: expected whole numbers from 1 on"),
+        (Needle((400,), ()), r"depths is \(\): expected one or more numbers from 0 to 1, such as \(0.0, 0.5, 1.0\)"),
+        (Needle((400,), 0.5), "depths is 0.5: expected one or more numbers from 0 to 1"),  # type: ignore[arg-type]
+        (Needle((400,), ("0.5",)), "depths has '0.5': expected numbers from 0 to 1"),  # type: ignore[arg-type]
+        (Perplexity(context=64, stride=-1), "stride is -1: expected a whole number from 1 on, or 0 for that of the"),
+        (Perplexity(context=2.5), "context is 2.5: expected a whole number from 1 on, or 0"),  # type: ignore[arg-type]
+        (Extrapolation(-4), "trained is -4: expected a whole number from 1 on, or 0 for that of the model"),
+        (Extrapolation(1.5), "trained is 1.5: expected a whole number from 1 on, or 0"),  # type: ignore[arg-type]
+        (Recall(7.0), "vocabulary is 7.0: expected a whole number from 1 on"),  # type: ignore[arg-type]
         (Passkey(samples=0), "samples is 0: expected a whole number from 1 on"),
         (Documents((700,)), "there are 624 invented people and 700 documents: give fewer, or a file of questions"),
         ("needle", r"the task is str: expected a task with its settings, such as Needle\(\) or task_of\('needle'\)"),
@@ -71,6 +81,39 @@ def test_a_file_without_questions_is_refused(tmp_path):
     file.write_text("\n\n")
     with pytest.raises(ProblemError, match=r"questions.jsonl has no questions: expected a JSON object with a question"):
         evaluate(Documents((5,), questions=str(file)), uniform)
+
+
+ASKED = {
+    "question": "Where was Ada born?",
+    "answers": ["Paris"],
+    "ctxs": [{"title": "Ada", "text": "Ada was born in Paris.", "isgold": True}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": "Paris"}, "answers is 'Paris', no list of one or more texts that are not empty"),
+        ({"answers": []}, r"answers is \[\], no list of one or more texts"),
+        ({"answers": ["Paris", " "]}, r"answers is \['Paris', ' '\], no list of one or more texts"),
+        ({"answers": ["Paris", 3]}, "3 is no text"),
+        ({"question": ["Where?"]}, r"\['Where\?'\] is no text"),
+        ({"ctxs": [{"title": None, "text": "", "isgold": True}]}, "None is no text"),
+    ],
+)
+def test_a_question_without_texts_is_refused_by_its_line(change, message, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (ASKED, ASKED | change)))
+    with pytest.raises(ProblemError, match=rf"questions.jsonl, line 2: expected a JSON object .*{message}"):
+        evaluate(Documents((1,), (0.0,), samples=1, questions=str(file)), uniform)
+
+
+def test_a_line_of_questions_may_have_line_separators_of_unicode(tmp_path):
+    file, separators = tmp_path / "questions.jsonl", "\u2028\u0085"
+    with file.open("w", encoding="utf-8", newline="\r\n") as out:
+        text = json.dumps(ASKED | {"question": f"Where?{separators}"}, ensure_ascii=False)
+        out.write(f"{text}\n\n{text}\n")
+    assert [each.question for each in read_questions(str(file))] == [f"Where?{separators}"] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers.utils import chat_template_utils
 
 from regard.errors import ProblemError
-from regard.evaluate import Documents, Passkey, evaluate
+from regard.evaluate import Documents, KeyValues, Passkey, Recall, Tokenizer, as_model, evaluate
 from regard.evaluate import records as files
-from regard.evaluate.losses import Extrapolation, Perplexity
+from regard.evaluate.losses import Extrapolation, Perplexity, Stream
+from regard.evaluate.run import runs_of, share_of
+from tests.cli import tiny
 
 TASK = Passkey((400,), (0.0, 0.5, 1.0), samples=7)
 SLOW = """
@@ -154,6 +159,56 @@ def test_a_run_with_another_tokenizer_is_refused_by_name(tmp_path):
         evaluate(TASK, model, Shifted(7), label="model", file=file)
 
 
+DATED = (
+    " {% macro day() %}{{ strftime_now('%A %d %b %Y, %B, %Y-%m-%d %y %j %a %H:%M:%S') }}{% endmacro %}\n"
+    "{% if strftime_now is defined %}\n  {% set today = day() %}\n{% endif %}\n"
+    "{{ today }}: {{ messages[0]['content'] }}<says>"
+)
+"""As Llama's template, which writes the day into each prompt."""
+
+
+def on_the_day(monkeypatch, *day):
+    """Let this be the day of transformers."""
+    fixed = type("Day", (datetime,), {"now": classmethod(lambda cls: cls(*day))})
+    monkeypatch.setattr(chat_template_utils, "datetime", fixed)
+
+
+def test_a_run_continues_on_another_day_with_the_same_prompts(tmp_path, monkeypatch):
+    def uniform(tokens):
+        return torch.zeros(*tokens.shape, len(tokenizer))
+
+    tokenizer, file = tiny.byte_level(), tmp_path / "results.jsonl"
+    tokenizer.chat_template = DATED
+    tasks = [Passkey((400,), (0.5,), samples=samples, chat=True) for samples in (1, 2)]
+    before = list(tasks[1].examples(as_model(uniform, tokenizer)))
+    evaluate(tasks[0], uniform, tokenizer, label="model", file=file)
+    on_the_day(monkeypatch, 2041, 5, 6)
+    assert "2041" in tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    evaluate(tasks[0], uniform, tokenizer, label="model", file=file)
+    assert list(tasks[1].examples(as_model(uniform, tokenizer))) == before
+
+
+def test_the_prompts_are_those_of_transformers_on_the_day_of_all_prompts(monkeypatch):
+    tokenizer = tiny.byte_level()
+    tokenizer.chat_template = DATED
+    on_the_day(monkeypatch, 2024, 7, 26)
+    theirs = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    assert "?".join(Tokenizer.of(tokenizer).chat) == theirs
+    assert "Friday 26 Jul 2024, July, 2024-07-26" in theirs
+
+
+def test_a_run_with_another_chat_template_is_refused_by_name(tmp_path):
+    def uniform(tokens):
+        return torch.zeros(*tokens.shape, len(tokenizer))
+
+    task, tokenizer, file = Passkey((400,), (0.5,), samples=1), tiny.byte_level(), tmp_path / "results.jsonl"
+    tokenizer.chat_template = DATED
+    evaluate(task, uniform, tokenizer, label="model", file=file)
+    tokenizer.chat_template = DATED.replace("says", "answers")
+    with pytest.raises(ProblemError, match=r'tokenizer is "\w+" there and "\w+" here'):
+        evaluate(task, uniform, tokenizer, label="model", file=file)
+
+
 def test_a_run_with_other_questions_in_the_same_file_is_refused_by_name(tmp_path):
     questions, file = tmp_path / "questions.jsonl", tmp_path / "results.jsonl"
     one = {"question": "Who?", "answers": ["Ada"], "ctxs": [{"title": "A", "text": "Ada.", "isgold": True}]}
@@ -220,6 +275,40 @@ def test_several_processes_share_the_examples_and_merge_their_results(tmp_path):
     assert (len(ours), len(theirs)) == (14, 7)  # whole cells, so that prefixes stay shared
     assert [record["example"] for record in run(file).records] == ALL
     assert len(names(file)) == 14  # nothing was computed again
+
+
+def shares(task):
+    """The names of the examples of three processes."""
+    examples = list(task.examples(as_model(model, positions=64)))
+    found = [share_of(examples, task.axes, rank, 3) for rank in range(3)]
+    assert sorted(each.name for share in found for each in share) == sorted(each.name for each in examples)
+    return found
+
+
+@pytest.mark.parametrize(
+    "task", [Perplexity(lengths=(300,)), Stream((50,), samples=9), Extrapolation(samples=9, multiples=(1, 2))]
+)
+def test_processes_share_the_passages_of_a_text(task, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(map(str, range(400))))
+    assert [len(share) for share in shares(dataclasses.replace(task, haystack=str(book)))] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("task", [KeyValues((5,), samples=6), Recall(pairs=(4,), samples=6)])
+def test_a_context_of_several_questions_is_read_by_one_process(task):
+    read = [{cast(Any, each).context for each in share} for share in shares(task)]
+    assert [len(contexts) for contexts in read] == [2, 2, 2]
+    assert len(set.union(*read)) == 6
+
+
+def test_a_run_without_a_finished_example_has_nothing_to_show(tmp_path):
+    run(tmp_path / "results.jsonl")
+    head = tmp_path / "results.jsonl.1"
+    head.write_text((tmp_path / "results.jsonl").read_text().splitlines(keepends=True)[0])
+    ((_, found),) = runs_of([head, tmp_path / "results.jsonl"])
+    assert len(found.records) == 21
+    with pytest.raises(ProblemError, match=r"there are no results in .*results.jsonl.1: no example is finished yet"):
+        runs_of([head])
 
 
 def test_a_run_of_several_processes_needs_a_file(monkeypatch):

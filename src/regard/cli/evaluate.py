@@ -11,7 +11,7 @@ from typing import Any
 from regard.cli import generate_options
 from regard.cli.argument_types import chosen_options, count, counts, shares
 from regard.cli.generate import DTYPES
-from regard.cli.outputs import add_force, add_json, check_outputs, output_files
+from regard.cli.outputs import OutputFile, add_force, add_json, check_outputs, output_files
 from regard.errors import ProblemError
 from regard.integrate.model_folder import check_name
 
@@ -42,8 +42,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--model", help="a folder, a name known to transformers, or FILE.py:NAME (default: SmolLM2-135M-Instruct)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
-    parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: float32)")
+    parser.add_argument("--device", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: torch's)")
     group = parser.add_argument_group(
         "task", "Defaults are those of the task; an option that it does not have is refused."
@@ -87,16 +87,43 @@ def run(args: argparse.Namespace) -> int:
             "..., --json, --plot, --html or --force; for other settings, evaluate again."
         )
     generate_options.check_cache_options(args)
-    files = output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
-    check_outputs(files, force=args.force)
     if args.files and args.task != "show":
         raise ProblemError(f"{args.files[0]!r} follows the task {args.task}: files are for regard evaluate show FILE.")
+    _check_model(args)
+    _check_files(args)
     from regard.cli import evaluation
 
     if args.task is None:
         return evaluation.list_tasks()
     if args.task == "show":
         return evaluation.show(args)
-    if args.model is not None and ":" not in args.model:
-        check_name(args.model)
     return evaluation.evaluate_task(args)
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Raise `ProblemError` for a name that no model has, and for options that the model of a file does not have."""
+    if not has_file(args.model):
+        check_name(args.model)
+        return
+    for option, value in (("--dtype", args.dtype), ("--device", args.device)):
+        if value is not None:
+            raise ProblemError(
+                f"{option} has no effect on {args.model}, which the file makes: leave it out, and set it in the file."
+            )
+
+
+def has_file(model: str | None) -> bool:
+    """Whether a model is named as `FILE.py:NAME`."""
+    return model is not None and ":" in model
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise `ProblemError` for outputs that cannot be written, or that are files of this run."""
+    files = output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
+    results = [] if args.results is None else [OutputFile("--results", args.results, "results")]
+    inputs, models = [*args.files, args.haystack, args.questions], list[str | None]()
+    if has_file(args.model):
+        inputs.append(args.model.rpartition(":")[0])
+    elif args.task != "show":
+        models.append(args.model)
+    check_outputs(files, force=args.force, inputs=inputs, models=models, appended=results)

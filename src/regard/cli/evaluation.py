@@ -12,11 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 
 from regard.bench.rounds import on_threads
+from regard.cli.evaluate import has_file
+from regard.cli.generate import DTYPES
 from regard.cli.generate_options import cache_spec
 from regard.cli.outputs import STDOUT, write_json, write_text
 from regard.cli.progress import progress_bars
@@ -102,37 +105,53 @@ def load_model(args: argparse.Namespace) -> Model:
         raise ProblemError("--with-question says when a policy evicts: add --evict, such as snapkv.")
     layout = None if spec.layout == Contiguous() else spec.layout
     cache = CacheOptions(layout, spec.codec, spec.evict, args.step, args.with_question)
-    if args.model is not None and ":" in args.model:
-        model, tokenizer, label = _of_file(args.model)
+    if has_file(args.model):
+        model, tokenizer, label, digest = _of_file(args.model)
     else:
         from regard.integrate.checkpoint import load
 
-        model, tokenizer, label = load(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+        dtype, device = args.dtype or DTYPES[0], "cpu" if args.device is None else args.device
+        model, tokenizer, label = load(args.model, dtype=getattr(torch, dtype), device=device)
+        digest = ""
         if not getattr(model, "can_generate", lambda: True)() or model.config.is_encoder_decoder:
             raise ProblemError(f"{label} is a {type(model).__name__}: expected a causal language model.")
     is_plain = not isinstance(model, torch.nn.Module) and cache == CacheOptions()
-    return as_model(model, tokenizer, cache=None if is_plain else cache, label=label)
+    made = as_model(model, tokenizer, cache=None if is_plain else cache, label=label)
+    return dataclasses.replace(made, digest=made.digest + digest)
 
 
-def _of_file(name: str) -> tuple[Any, Any, str]:
-    """(model, tokenizer, label) of `FILE.py:NAME`: a callable or other model, or (model, tokenizer)."""
+def _of_file(name: str) -> tuple[Any, Any, str, str]:
+    """(model, tokenizer, label, digest) of `FILE.py:NAME`: a callable or other model, or (model, tokenizer).
+
+    The digest is that of the file: after a change of it, the model is another one.
+    """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not path.is_file():
         raise ProblemError(f"there is no file {file}: expected --model FILE.py:NAME, a folder, or the name of a model.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module, digest = _module_of(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    if not hasattr(module, attribute):
+        raise ProblemError(f"{file} has no {attribute!r}: expected --model FILE.py:NAME.")
+    found = getattr(module, attribute)
+    parts = cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found, None)
+    if len(parts) != 2:
+        raise ProblemError(f"{name} is a tuple of {len(parts)}: expected a model, or (model, tokenizer).")
+    model, tokenizer = parts
+    return model, tokenizer, f"{path.stem}:{attribute}", digest
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The module of a Python file, which is run."""
+    spec = importlib.util.spec_from_file_location(f"regard_model_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ProblemError(f"{file} is no Python file: expected --model FILE.py:NAME.")
+        raise ProblemError(f"{path} is no Python file: expected --model FILE.py:NAME.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the names of annotations
     try:
         spec.loader.exec_module(module)
-        found = getattr(module, attribute)
-    except AttributeError:
-        raise ProblemError(f"{file} has no {attribute!r}: expected --model FILE.py:NAME.") from None
     except Exception as error:
-        raise ProblemError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    model, tokenizer = found if isinstance(found, tuple) else (found, None)
-    return model, tokenizer, f"{path.stem}:{attribute}"
+        raise ProblemError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    return module
 
 
 def show(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ STDOUT = "-"
 
 SIGNATURES = {
     "page": re.compile(rb'<!doctype html>.{0,200}<meta name="generator" content="regard">', re.DOTALL),
-    "JSON": re.compile(rb'\{\s*"regard": "'),
+    "JSON": re.compile(rb'\{\s*"regard": "(?![^"]*",\s*"format":)'),  # with a format: examples of regard evaluate
     "picture": re.compile(rb"<svg [^>]*><desc>regard cost</desc>"),
     "chart": re.compile(rb"<svg [^>]*><desc>regard evaluate</desc>"),
     "table": re.compile(b"model,layer,head,kv_head,kind,sure,remarkable"),
@@ -67,22 +67,28 @@ def output_files(*outputs: tuple[str, str | None, str]) -> list[OutputFile]:
 
 
 def check_outputs(
-    files: Sequence[OutputFile], *, force: bool, prompts: Iterable[str | None] = (), models: Iterable[str | None] = ()
-) -> None:
+    files: Sequence[OutputFile], *, force: bool, prompts: Iterable[str | None] = (), models: Iterable[str | None] = (),
+    inputs: Iterable[str | None] = (), appended: Sequence[OutputFile] = (),
+) -> None:  # fmt: skip
     """Raise `ProblemError` unless every file can be written and none of another program is lost by it.
 
     Args:
         force: whether files may be replaced that regard did not write.
         prompts: files that prompts are read from, `-` for stdin; None for none.
         models: models that are read, by name; None for the default model.
+        inputs: other files that are read; None for none.
+        appended: files that the command appends to, and checks itself.
     """
     for file in files:
         _check_suffix(file)
         check_writable(file.name)
+    _check_different([*appended, *files])
+    for file in files:
         path = Path(file.name)
         if path.is_file() and path.stat().st_size:
-            _check_replaced(file, path, force, prompts, models)
-    _check_different(files)
+            _check_read(file, path, prompts, "the prompt that is read")
+            _check_read(file, path, inputs, "a file that is read")
+            _check_replaced(file, path, force, models)
 
 
 def _check_suffix(file: OutputFile) -> None:
@@ -97,7 +103,7 @@ def _check_suffix(file: OutputFile) -> None:
 def _check_different(files: Sequence[OutputFile]) -> None:
     for number, file in enumerate(files):
         for other in files[:number]:
-            if Path(file.name).resolve() == Path(other.name).resolve() or _is_same(file.name, other.name):
+            if os.path.realpath(file.name) == os.path.realpath(other.name) or _is_same(file.name, other.name):
                 raise ProblemError(f"{other.option} and {file.option} name the same file: give each its own.")
 
 
@@ -106,11 +112,12 @@ def _is_same(one: str, other: str) -> bool:
     return Path(one).is_file() and Path(other).is_file() and Path(one).samefile(other)
 
 
-def _check_replaced(
-    file: OutputFile, path: Path, force: bool, prompts: Iterable[str | None], models: Iterable[str | None]
-) -> None:
-    if any(os.path.samestat(path.stat(), status) for prompt in prompts for status in _status(prompt)):
-        raise ProblemError(f"{file.name} is the prompt that is read: name another file after {file.option}.")
+def _check_read(file: OutputFile, path: Path, names: Iterable[str | None], what: str) -> None:
+    if any(os.path.samestat(path.stat(), status) for name in names for status in _status(name)):
+        raise ProblemError(f"{file.name} is {what}: name another file after {file.option}.")
+
+
+def _check_replaced(file: OutputFile, path: Path, force: bool, models: Iterable[str | None]) -> None:
     with path.open("rb") as opened:
         is_ours = SIGNATURES[file.format].match(opened.read(1024))
     if is_ours:
@@ -125,15 +132,15 @@ def _check_replaced(
         )
 
 
-def _status(prompt: str | None) -> Iterator[os.stat_result]:
-    """The status of the file that a prompt is read from, if there is one."""
-    if prompt == STDOUT:
+def _status(name: str | None) -> Iterator[os.stat_result]:
+    """The status of the file of this name, `-` for stdin, if there is one."""
+    if name == STDOUT:
         try:
             yield os.fstat(sys.stdin.fileno())
         except (OSError, ValueError):  # stdin is closed, or not a file of the operating system
             return
-    elif prompt is not None and Path(prompt).is_file():
-        yield Path(prompt).stat()
+    elif name is not None and Path(name).is_file():
+        yield Path(name).stat()
 
 
 def _files_of(model: str | None) -> Iterator[Path]:

@@ -7,6 +7,7 @@ python -m regard --report  script.py args...     at the end: what regard ran, ho
 ```
 """
 
+import builtins
 import importlib.util
 import io
 import os
@@ -43,11 +44,20 @@ def run_program(arguments: Sequence[str]) -> int:
     sys.modules["__main__"] = main
     try:
         exec(code, main.__dict__)  # noqa: S102 - it is the user's program
-    except Exception as error:  # noqa: BLE001 - shown as Python shows it, without the lines above the program
-        inside = error.__traceback__.tb_next if error.__traceback__ else None
-        sys.excepthook(type(error), error.with_traceback(inside), inside)
+    except Exception as error:  # noqa: BLE001 - shown as Python shows it
+        _show(error)
         return 1
+    except KeyboardInterrupt as error:  # raised again, so that the process ends by the signal
+        _show(error)
+        sys.excepthook = lambda *_: None
+        raise
     return 0
+
+
+def _show(error: BaseException) -> None:
+    """Show an error of the program without the lines above it."""
+    inside = error.__traceback__.tb_next if error.__traceback__ else None
+    sys.excepthook(type(error), error.with_traceback(inside), inside)
 
 
 def _script(path: str, rest: Sequence[str]) -> tuple[CodeType, ModuleType]:
@@ -98,7 +108,7 @@ def _module(name: str, *rest: str) -> tuple[CodeType, ModuleType]:
 def _main(file: str | None, loader: object) -> ModuleType:
     main = ModuleType("__main__")
     main.__dict__.update(
-        __builtins__=__builtins__, __file__=file, __loader__=loader, __package__=None, __cached__=None, __spec__=None
+        __builtins__=builtins, __file__=file, __loader__=loader, __package__=None, __cached__=None, __spec__=None
     )
     return main
 

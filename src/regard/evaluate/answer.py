@@ -43,7 +43,10 @@ def answers(model: Model, examples: Sequence[Example], *, share: bool = True) ->
 
 
 def check_fits(model: Model, example: Example) -> None:
-    """Raise `ProblemError` for an example that is longer than the model, or has tokens that it does not know."""
+    """Raise `ProblemError` for an example that is longer than the model, or has tokens that it does not know.
+
+    So does a passage that is read whole before the policy of its cache evicts.
+    """
     is_question = isinstance(example, Question)
     after = max(len(example.target), example.new_tokens) if is_question else -1  # the last of a passage is not read
     count = len(example.tokens) + after
@@ -58,6 +61,12 @@ def check_fits(model: Model, example: Example) -> None:
         raise ProblemError(
             f"the example {example.name} has the token {most:,}, and {model.label} knows {model.vocabulary:,}: give "
             "the tokenizer of the model."
+        )
+    policy = None if model.cache is None else model.cache.evict
+    if policy is not None and isinstance(example, Passage) and not example.is_stream:
+        raise ProblemError(
+            f"the policy {policy} would evict after the whole example {example.name}, and change none of its losses: "
+            "give the task stream, in which it evicts all the time, or leave the policy out."
         )
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from regard.errors import ProblemError
 from regard.evaluate import prompts
@@ -60,7 +60,6 @@ class Documents:
     def examples(self, model: Model) -> Iterator[Question]:
         """By the number of documents, then question; neighbours share the documents before the answer's."""
         asked = None if self.questions is None else read_questions(self.questions)
-        start, close = prompt_parts(model.tokenizer, self.chat)
         for count, sample in itertools.product(self.documents, range(self.samples)):
             one = invented(generator(self, f"{count}/{sample}"), count) if asked is None else _of(asked, sample, count)
             for depth in self.depths:
@@ -69,11 +68,12 @@ class Documents:
                 context = BEFORE + "\n".join(
                     f"Document [{i}](Title: {each.title}) {each.text}" for i, each in enumerate(order, 1)
                 )
+                before, close = prompt_parts(model.tokenizer, self.chat, context)
                 prompt = prompts.Prompt("", f"\n\nQuestion: {one.question}", "Answer:", "\n")
                 question, _ = prompts.question_and_target(model.tokenizer, prompt, "", close)
                 yield Question(
                     f"{count}/{depth:g}/{sample}", {"documents": count, "depth": depth},
-                    (*start, *model.tokenizer.encode(context)), tuple(question), (), one.answers, 24, any_answer=True,
+                    tuple(before), tuple(question), (), one.answers, 24, any_answer=True,
                 )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def read_questions(file: str) -> list[Asked]:
         ProblemError: it cannot be read, it is empty, or a line is no question with a document that has the answer.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # a JSON text may have other line ends
     except FileNotFoundError:
         raise ProblemError(f"there is no file {file}.") from None
     except OSError as error:
@@ -106,15 +106,28 @@ def read_questions(file: str) -> list[Asked]:
 def _asked(line: str, where: str) -> Asked:
     try:
         found: Any = json.loads(line)
-        documents = [Document(each["title"], each["text"]) for each in found["ctxs"]]
+        documents = [Document(_text(each["title"]), _text(each["text"])) for each in found["ctxs"]]
         gold = next(i for i, each in enumerate(found["ctxs"]) if each.get("isgold") or each.get("hasanswer"))
         others = documents[:gold] + documents[gold + 1 :]
-        return Asked(found["question"], tuple(found["answers"]), documents[gold], others)
+        return Asked(_text(found["question"]), _answers(found["answers"]), documents[gold], others)
     except (ValueError, KeyError, TypeError, StopIteration) as error:
         raise ProblemError(
             f"{where}: expected a JSON object with question, answers and ctxs of title, text and isgold, one of them "
             f"true ({type(error).__name__}: {error})."
         ) from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _answers(values: Any) -> tuple[str, ...]:
+    """The answers, which are looked for in what the model generates: an empty one would be in every text."""
+    if not isinstance(values, list) or not values or not all(_text(each).strip() for each in cast("list[Any]", values)):
+        raise TypeError(f"answers is {values!r}, no list of one or more texts that are not empty")
+    return tuple(cast("list[str]", values))
 
 
 def _of(asked: Sequence[Asked], sample: int, count: int) -> Asked:

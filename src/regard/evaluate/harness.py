@@ -50,6 +50,8 @@ def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, An
     if len(questions) < len(examples):
         raise ProblemError(f"{task.name} measures losses: lm-evaluation-harness gets tasks with questions.")
     decode = model.tokenizer.decode
+    if getattr(task, "chat", False):  # the special tokens of the chat template are a part of the prompt
+        decode = model.tokenizer.decode_all or decode
     lines = [
         {"prompt": decode(each.tokens), "answers": list(each.answers), "name": each.name, "any": each.any_answer}
         for each in questions

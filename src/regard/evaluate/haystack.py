@@ -9,6 +9,7 @@
 
 import bisect
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,13 @@ from regard.evaluate.tokens import Tokenizer
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 MOBY_DICK = "moby-dick"
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'“])")
+OF_ANY_SCRIPT = re.compile(r"(?<=[.!?…؟۔।])\s+|(?<=[。！？])\s*(?=.)")
+"""Sentences of texts in which few begin with a letter from A to Z."""
+
+LONGEST = 2500
+"""Characters of a sentence, at most; the longest one of Moby-Dick has 2,331. Longer ones are cut into `PARTS`."""
+PARTS = re.compile(r"\S.{0,149}(?!\S)|\S{150}")
+"""Up to 150 characters of whole words, which is the mean of the sentences of Moby-Dick."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +49,14 @@ class Haystack:
 
 
 def haystack(name: str, tokenizer: Tokenizer, tokens: int) -> Haystack:
-    """The first tokens of a haystack by its name, or of a file.
+    """The first tokens of a haystack by its name, or of a file, as they follow another text.
 
     Raises:
         ProblemError: the text cannot be read, or is too short.
     """
     found, ends = list[int](), [0]
     for sentence in _sentences(name, tokens):
-        found += tokenizer.encode(f" {sentence}" if found else sentence)
+        found += tokenizer.encode_after(f" {sentence}" if found else sentence)
         ends.append(len(found))
         if len(found) >= tokens:
             return Haystack(found, ends)
@@ -72,7 +80,17 @@ def sentences(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=2)
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(SENTENCE.split(" ".join(text.split())))
+    """Sentences of a text, in any script; where it has none, parts of about their length.
+
+    >>> _split("One is here. Two is there."), _split("один здесь. два там. три везде."), _split("一在这。二在那。三。")
+    (('One is here.', 'Two is there.'), ('один здесь.', 'два там.', 'три везде.'), ('一在这。', '二在那。', '三。'))
+    """
+    line = " ".join(text.split())
+    found, others = SENTENCE.split(line), OF_ANY_SCRIPT.split(line)
+    if len(others) > 2 * len(found):
+        found = others
+    parts = (PARTS.findall(each) if len(each) > LONGEST else [each] for each in found)
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 @lru_cache(maxsize=2)

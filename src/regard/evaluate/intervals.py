@@ -11,6 +11,9 @@ Floats = NDArray[np.float64]
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
+BLOCK = 2**20
+"""Samples that the bootstrap draws at once: 8 MiB of indices."""
+
 
 class Interval(NamedTuple):
     """A value with its 95 % interval."""
@@ -51,6 +54,11 @@ def drawn(*columns: Floats, of: Callable[..., Floats], draws: int = 10_000) -> I
     Interval(value=0.5, low=0.5, high=0.5)
     """
     count = len(columns[0])
-    rows = np.random.default_rng(0).integers(0, count, (draws, count))
-    low, high = np.percentile(of(*(column[rows].mean(1) for column in columns)), (2.5, 97.5))
+    by, block = np.random.default_rng(0), max(1, BLOCK // count)
+    means = np.empty((len(columns), draws))
+    for start in range(0, draws, block):
+        rows = by.integers(0, count, (min(block, draws - start), count))
+        for column, mean in zip(columns, means, strict=True):
+            mean[start : start + block] = column[rows].mean(1)
+    low, high = np.percentile(of(*means), (2.5, 97.5))
     return Interval(float(of(*(column.mean() for column in columns))), float(low), float(high))

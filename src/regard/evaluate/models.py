@@ -12,9 +12,11 @@ another text is read in the same pieces, and its logits have the same bits.
 """
 
 import copy
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -172,7 +174,8 @@ def as_model(
     if isinstance(model, Decoder):
         return _of_decoder(model, Tokenizer.of(tokenizer), cache or CacheOptions(), positions, label)
     if isinstance(model, nn.Module) and hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
-        return _of_transformers(model, Tokenizer.of(tokenizer), cache or CacheOptions(), positions, label)
+        made = Tokenizer.of(tokenizer) if tokenizer is None else _with_ends(Tokenizer.of(tokenizer), model)
+        return _of_transformers(model, made, cache or CacheOptions(), positions, label)
     if not callable(model):
         raise ProblemError(
             f"the model is {type(model).__name__}: expected a callable from tokens [1, tokens] to logits [1, tokens, "
@@ -198,7 +201,8 @@ class _Whole(Reader):
         if not last:
             return torch.empty(0)
         count, device = len(self.ids), _device(self.call)
-        logits = cast(Any, self.call(torch.tensor([self.ids], device=device)))
+        with evaluating(self.call):
+            logits = cast(Any, self.call(torch.tensor([self.ids], device=device)))
         if not _are_logits(logits, count):
             got = type(logits).__name__
             if isinstance(logits, Tensor):
@@ -226,6 +230,30 @@ def _device(model: Any) -> torch.device | None:
     return None if weight is None else weight.device
 
 
+@contextmanager
+def evaluating(model: Any) -> Generator[None]:
+    """A module in evaluation mode, so without dropout, and afterwards as it was; a function as it is.
+
+    >>> layer = nn.Dropout(0.5)
+    >>> with evaluating(layer):
+    ...     inside = layer.training
+    >>> inside, layer.training
+    (False, True)
+    """
+    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    if not any(training for _, training in modes):
+        yield
+        return
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+        for each, training in modes:
+            each.training = training
+
+
 class _Cached(Reader):
     """A model with a KV cache. `call(tokens, cache, last)` gives logits [1, last, vocabulary]."""
 
@@ -244,8 +272,9 @@ def _of_decoder(
     model: Decoder, tokenizer: Tokenizer, cache: CacheOptions, positions: int | None, label: str | None
 ) -> Model:
     def call(tokens: Tensor, caches: Any, last: int) -> Tensor:
-        states = model.body(tokens, caches=caches)
-        return model.unembedding(states[:, states.shape[1] - last :])
+        with evaluating(model):
+            states = model.body(tokens, caches=caches)
+            return model.unembedding(states[:, states.shape[1] - last :])
 
     device, vocabulary = next(model.parameters()).device, cast(Any, model.unembedding).out_features
 
@@ -265,7 +294,8 @@ def _of_transformers(
 
     def call(tokens: Tensor, past: Any, last: int) -> Tensor:
         kept = max(1, last)  # 0 would be all
-        logits = model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept).logits
+        with evaluating(model):
+            logits = model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept).logits
         return logits[:, logits.shape[1] - last :]
 
     def start() -> Reader:
@@ -279,6 +309,13 @@ def _of_transformers(
         positions or getattr(config, "max_position_embeddings", None), not _has_rope(config),
         config.vocab_size, cache, _digest(model),
     )  # fmt: skip
+
+
+def _with_ends(tokenizer: Tokenizer, model: Any) -> Tokenizer:
+    """The tokenizer with the end tokens of the model's generation besides its own, such as that of a turn."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = [ends] if isinstance(ends, int) else ends or []
+    return dataclasses.replace(tokenizer, end=(*tokenizer.end, *(end for end in ends if end not in tokenizer.end)))
 
 
 def _has_rope(config: Any) -> bool:

@@ -103,6 +103,8 @@ def plot(title: str, label: str, lines: Sequence[Line], limits: tuple[float, flo
     points = [point for _, line in lines for point in line]
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
     values = [value for _, each in points for value in each if math.isfinite(value)]
+    if not values:
+        return _note(title, "infinite at every position")
     low, high = limits or (min(values), max(values))
     high = high if high > low else low + 1
 
@@ -139,6 +141,11 @@ def plot(title: str, label: str, lines: Sequence[Line], limits: tuple[float, flo
         parts.append(f'<path d="M{LEFT} {y - 4}h16" stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="2.4"/>')
         parts.append(f'<text x="{LEFT + 22}" y="{y}">{escape(name)}</text>')
     return LEFT + WIDTH + 20, TOP + HEIGHT + 46 + 15 * len(names), "".join(parts)
+
+
+def _note(title: str, text: str) -> Part:
+    """A title with a text in place of lines."""
+    return LEFT + WIDTH + 20, TOP + 10, f'<text x="{LEFT}" y="{TOP - 10}">{escape(f"{title}: {text}")}</text>'
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -96,16 +96,16 @@ class Hidden:
             ProblemError: the length has no room for the prompt.
         """
         length, depth = int(cell["length"]), float(cell["depth"])
-        start, close = prompt_parts(tokenizer, self.chat)
-        before, needle = tokenizer.encode(self.prompt.before), tokenizer.encode(self.needle)
+        before, close = prompt_parts(tokenizer, self.chat, self.prompt.before)
+        needle = tokenizer.encode_after(self.needle)
         question, target = prompts.question_and_target(tokenizer, self.prompt, self.answer, close)
-        room = length - sum(map(len, (start, before, needle, question, target)))
+        room = length - sum(map(len, (before, needle, question, target)))
         if room < 0:
             raise ProblemError(
                 f"a prompt of {length} tokens has no room: without a haystack it has {length - room} already."
             )
         cut = hay.cut(room, depth)
-        context = [*start, *before, *hay.tokens[:cut], *needle, *hay.tokens[cut:room]]
+        context = [*before, *hay.tokens[:cut], *needle, *hay.tokens[cut:room]]
         return Question(name, cell, tuple(context), tuple(question), tuple(target), (self.answer,))
 
 
@@ -170,17 +170,15 @@ class KeyValues:
 
     def examples(self, model: Model) -> Iterator[Question]:
         """By the number of pairs; the positions of one sample share their pairs before them."""
-        start, close = prompt_parts(model.tokenizer, self.chat)
-        encode = model.tokenizer.encode
         for pairs, sample in itertools.product(self.pairs, range(self.samples)):
             by = generator(self, f"{pairs}/{sample}")
             keys, values = prompts.distinct("uuids", pairs, by), prompts.distinct("uuids", pairs, by)
             lines = ",\n ".join(f'"{key}": "{value}"' for key, value in zip(keys, values, strict=True))
             before = f"Extract the value corresponding to the specified key in the JSON object below.\n\n{{{lines}}}\n"
-            context = (*start, *encode(before))
+            context, close = prompt_parts(model.tokenizer, self.chat, before)
             for depth in self.depths:
                 place = round(depth * (pairs - 1))
                 prompt = prompts.Prompt("", f'\nKey: "{keys[place]}"\nCorresponding value:', "")
                 question, target = prompts.question_and_target(model.tokenizer, prompt, f'"{values[place]}"', close)
                 name, cell = f"{pairs}/{depth:g}/{sample}", {"pairs": pairs, "depth": depth}
-                yield Question(name, {**cell}, context, tuple(question), tuple(target), (values[place],))
+                yield Question(name, {**cell}, tuple(context), tuple(question), tuple(target), (values[place],))

@@ -10,7 +10,7 @@
 | `fwe` | words drawn from a zeta distribution | the three most frequent |
 
 A prompt with the tokens to generate is as long as fits in the length. The model generates greedily, and the score is
-the share of the answers in its text, whatever their case.
+the share of the answers in its text, whatever their case. A book that is too short is repeated.
 
 What differs from RULER: the book is Moby-Dick, where RULER takes essays that are not free; words are drawn from lists
 of this package or from the book, where RULER takes those of the package wonderwords; all keys of a text are different;
@@ -31,6 +31,9 @@ from regard.evaluate.haystack import MOBY_DICK, NOISE, read, sentences
 from regard.evaluate.models import Model
 from regard.evaluate.prompts import Prompt
 from regard.evaluate.task import Question, generator, prompt_parts
+
+FILLED = 0.95
+"""The share of a length that the longest text has at least."""
 
 DEPTHS = [round(100 * i / 39) for i in range(40)]
 """Places of needles in a book, in percent of its sentences."""
@@ -82,6 +85,10 @@ class _Ruler:
         """The units of the longest text; a unit is one token or more."""
         return length
 
+    def few(self, length: int) -> int:
+        """The units up to which a text is made of a few words, or of a book that is read once."""
+        return self.most(length)
+
     def examples(self, model: Model) -> Iterator[Question]:
         """By length."""
         for length in self.lengths:
@@ -92,27 +99,34 @@ class _Ruler:
 
     def _units(self, model: Model, length: int) -> int:
         """The most units that fit in a length."""
-        least, most = self.least(), self.most(length)
+
+        def tokens(units: int) -> int:
+            return self._tokens(model, self.make(units, generator(self, f"{length}"), length)) + self.new_tokens
 
         def fits(units: int) -> bool:
-            text = self.make(units, generator(self, f"{length}"), length)
-            return self._tokens(model, text) + self.new_tokens <= length
+            return tokens(units) <= length
 
-        if not fits(least):
+        found, few, most = self.least(), self.few(length), self.most(length)
+        if not fits(found):
             raise ProblemError(f"{self.name} does not fit in {length} tokens: give longer --lengths.")
-        while least < most:
-            middle = (least + most + 1) // 2
-            least, most = (middle, most) if fits(middle) else (least, middle - 1)
-        return least
+        found = _largest(found, few, fits)
+        if few <= found < most:
+            found = _largest(found, most, fits)
+        if found == most and (longest := tokens(found)) < FILLED * length:
+            raise ProblemError(
+                f"{self.name} has {longest:,} tokens at most, as it has no more different words, and is to have "
+                f"{length:,}: give shorter --lengths, or a --haystack of more words."
+            )
+        return found
 
     def _tokens(self, model: Model, text: Text) -> int:
         context, question = self._ids(model, text)
         return len(context) + len(question)
 
     def _ids(self, model: Model, text: Text) -> tuple[list[int], list[int]]:
-        start, close = prompt_parts(model.tokenizer, self.chat)
+        context, close = prompt_parts(model.tokenizer, self.chat, text.prompt.before + text.context)
         question, _ = prompts.question_and_target(model.tokenizer, text.prompt, "", close)
-        return [*start, *model.tokenizer.encode(text.prompt.before + text.context)], question
+        return context, question
 
     def _fitting(self, model: Model, length: int, units: int, name: str) -> Question:
         """An example; where its words have more tokens than those that were counted, it has fewer units."""
@@ -128,11 +142,23 @@ class _Ruler:
         )  # fmt: skip
 
 
+def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits; `least` does.
+
+    >>> _largest(1, 100, lambda units: units**2 < 50)
+    7
+    """
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least
+
+
 # ---- needles --------------------------------------------------------------------------------------------------------
 
 
-MOST_KEYS = 1200
-"""Needles of a haystack of needles, of 1,600 keys of two words: 30,000 tokens."""
+FEW_KEYS, MOST_KEYS = 1200, 36000
+"""Needles of a haystack of needles whose keys are of 80 words, of 400 words: 30,000 tokens, 800,000 tokens."""
 
 
 class NeedleKind(NamedTuple):
@@ -175,19 +201,25 @@ class _Niah(_Ruler):
 
     def _keys(self, units: int, by: random.Random) -> tuple[list[str], list[str]]:
         """The keys of the needles, and those of a haystack of needles: all different, so that a value is one key's."""
-        count = self.kind.keys
-        found = prompts.distinct(self.kind.key, count + units * (self.kind.haystack == "needles"), by)
+        count, are_hay = self.kind.keys, self.kind.haystack == "needles"
+        are_many = are_hay and self.kind.key == "words" and units > FEW_KEYS
+        found = prompts.distinct("many words" if are_many else self.kind.key, count + units * are_hay, by)
         return found[:count], found[count:]
 
     def most(self, length: int) -> int:
+        is_words = self.kind.haystack == "needles" and self.kind.key == "words"
+        return min(length, MOST_KEYS) if is_words else length
+
+    def few(self, length: int) -> int:
         if self.kind.haystack == "book":
             return min(length, len(sentences(self.haystack)))
-        return min(length, MOST_KEYS) if self.kind.haystack == "needles" else length
+        return min(length, FEW_KEYS) if self.kind.haystack == "needles" else length
 
     def _hay(self, units: int, others: Sequence[str], by: random.Random) -> list[str]:
         kind = self.kind
         if kind.haystack == "book":
-            return list(sentences(self.haystack)[:units])
+            book = sentences(self.haystack)
+            return [book[i % len(book)] for i in range(units)]
         if kind.haystack == "noise":
             return [NOISE] * units
         return [prompts.needle(kind.value, key, prompts.draw(kind.value, by)) for key in others[:units]]

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from regard.evaluate.answer import answers, check_fits
 from regard.evaluate.haystack import digest, digest_of_file
 from regard.evaluate.models import CacheOptions, Model, as_model
 from regard.evaluate.results import Results
-from regard.evaluate.task import Example, Task, check_settings, settings
+from regard.evaluate.task import Example, Passage, Task, check_settings, settings
 from regard.evaluate.tasks import class_of
 
 Progress = Callable[[int, int], None]
@@ -119,7 +118,7 @@ def runs_of(paths: Sequence[Path]) -> list[tuple[str, Results]]:
     Raises:
         ProblemError: there is no file, one has no results, or they are of different tasks.
     """
-    runs: list[records.Stored] = []
+    runs, firsts = list[records.Stored](), list[Path]()
     for path in paths:
         stored = records.read(path)
         if stored is None:
@@ -127,10 +126,14 @@ def runs_of(paths: Sequence[Path]) -> list[tuple[str, Results]]:
         same = next((each for each in runs if each.settings == stored.settings), None)
         if same is None:
             runs.append(stored)
+            firsts.append(path)
         else:
             same.records.update({name: each for name, each in stored.records.items() if name not in same.records})
     if not runs:
         raise ProblemError("show shows the results of files: name one or more.")
+    for run, path in zip(runs, firsts, strict=True):
+        if not run.records:
+            raise ProblemError(f"there are no results in {path}: no example is finished yet.")
     tasks = sorted({run.settings["task"] for run in runs})
     if len(tasks) > 1:
         raise ProblemError(f"the files are of different tasks ({', '.join(tasks)}): show those of one task together.")
@@ -189,9 +192,21 @@ def _place() -> tuple[int, int]:
 
 
 def share_of(examples: Sequence[Example], axes: Sequence[str], rank: int, world: int) -> list[Example]:
-    """The examples of a process: every `world`th cell, so that examples that share a prefix stay together."""
-    cells = [list(group) for _, group in groupby(examples, lambda each: [each.cell.get(axis) for axis in axes])]
-    return [example for cell in cells[rank::world] for example in cell]
+    """The examples of a process: every `world`th group, so that examples that share a prefix stay together."""
+    groups = list[list[Example]]()
+    for example in examples:
+        if groups and _shares(groups[-1][-1], example, axes):
+            groups[-1].append(example)
+        else:
+            groups.append([example])
+    return [example for group in groups[rank::world] for example in group]
+
+
+def _shares(one: Example, other: Example, axes: Sequence[str]) -> bool:
+    """Whether neighbours are of one cell, whose contexts begin alike, or have the same context; passages share none."""
+    if isinstance(one, Passage) or isinstance(other, Passage):
+        return False
+    return all(one.cell.get(axis) == other.cell.get(axis) for axis in axes) or one.context == other.context
 
 
 def _wait(

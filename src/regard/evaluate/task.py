@@ -10,9 +10,9 @@ each example has a random generator of its own: what was drawn for one does not 
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from regard.errors import ProblemError
 from regard.evaluate.models import Model
@@ -107,6 +107,9 @@ class Task(Protocol):
 COUNTS = ("lengths", "pairs", "documents", "multiples")
 """Settings that are whole numbers from 1 on, one or more of them."""
 
+OWN = ("context", "stride", "trained")
+"""Settings that are one whole number; 0: that of the model."""
+
 
 def check_settings(task: Any) -> None:
     """Raise `ProblemError` for what is no task, and for settings that no text can have.
@@ -130,16 +133,25 @@ def check_settings(task: Any) -> None:
         for value in values:
             if not _is_count(value):
                 raise ProblemError(f"{name} has {value!r}: expected whole numbers from 1 on.")
-    for depth in getattr(task, "depths", ()):
-        if not 0 <= depth <= 1:
+    _check_depths(getattr(task, "depths", (0.0,)))
+    for name in OWN:
+        if not _is_count(value := getattr(task, name, 0), least=0):
+            raise ProblemError(f"{name} is {value!r}: expected a whole number from 1 on, or 0 for that of the model.")
+    for name, value in (("samples", getattr(task, "samples", None)), ("vocabulary", getattr(task, "vocabulary", 1))):
+        if not _is_count(value):
+            raise ProblemError(f"{name} is {value!r}: expected a whole number from 1 on.")
+
+
+def _check_depths(depths: Any) -> None:
+    if not isinstance(depths, tuple | list) or not depths:
+        raise ProblemError(f"depths is {depths!r}: expected one or more numbers from 0 to 1, such as (0.0, 0.5, 1.0).")
+    for depth in cast("Sequence[Any]", depths):
+        if not isinstance(depth, int | float) or not 0 <= depth <= 1:
             raise ProblemError(f"depths has {depth!r}: expected numbers from 0 to 1, shares of the text.")
-    samples: Any = getattr(task, "samples", None)
-    if not _is_count(samples):
-        raise ProblemError(f"samples is {samples!r}: expected a whole number from 1 on.")
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and value >= least
 
 
 def settings(task: Any) -> dict[str, Any]:
@@ -161,11 +173,11 @@ def generator(task: Any, name: str) -> random.Random:
     return random.Random(f"{task.seed}/{task.name}/{name}")  # noqa: S311  no secret
 
 
-def prompt_parts(tokenizer: Tokenizer, chat: bool) -> tuple[list[int], list[int]]:
-    """The tokens before and after the text of a user: of the chat template, or of a plain text."""
+def prompt_parts(tokenizer: Tokenizer, chat: bool, text: str) -> tuple[list[int], list[int]]:
+    """(the tokens of a text that begins a prompt, those after the question), with those of the chat template."""
     if not chat:
-        return list(tokenizer.start), []
+        return [*tokenizer.start, *tokenizer.encode(text)], []
     if tokenizer.chat is None:
         raise ProblemError("the model has no chat template: leave --chat out.")
     before, after = tokenizer.chat
-    return tokenizer.encode(before), tokenizer.encode(after)
+    return [*tokenizer.encode(before), *tokenizer.encode_after(text)], tokenizer.encode_after(after)

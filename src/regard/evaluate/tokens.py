@@ -1,8 +1,11 @@
 """Text to tokens and back, by a tokenizer of transformers, by any object with `encode` and `decode`, or by bytes."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
 from typing import Any, cast
 
 from regard.errors import ProblemError
@@ -19,6 +22,7 @@ class Tokenizer:
         end: tokens that end a text.
         chat: the texts before and after a question in the chat template; None without a template.
         vocabulary: tokens that it can make; None if unknown.
+        decode_all: the text of tokens with the special ones; None where `decode` gives them, too.
 
     >>> Tokenizer.of(None).encode("é!")
     [195, 169, 33]
@@ -30,6 +34,32 @@ class Tokenizer:
     end: tuple[int, ...] = ()
     chat: tuple[str, str] | None = None
     vocabulary: int | None = None
+    decode_all: Callable[[Sequence[int]], str] | None = None
+
+    def encode_after(self, text: str) -> list[int]:
+        """The tokens of a text that follows another one, without special ones.
+
+        >>> Tokenizer.of(None).encode_after(" 48")
+        [32, 52, 56]
+        """
+        for anchor, head in self._anchors:
+            whole = list(self.encode(anchor + text))
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return self.encode(text)
+
+    @cached_property
+    def _anchors(self) -> list[tuple[str, list[int]]]:
+        """Texts with their tokens, for texts that follow; none where `encode` gives " x" the tokens it has in "a x".
+
+        Llama 2's tokenizer puts a space before whatever it encodes, and " 48" gets a token of two spaces.
+        """
+        tokens = {text: _tokens_of(self, text) for text in (" x", "a", "a x", "\n", "=")}
+        known = {text: each for text, each in tokens.items() if isinstance(each, list)}
+        before, both = known.get("a", []), known.get("a x", [])
+        if both[: len(before)] != before or both[len(before) :] in (known.get(" x"), []):
+            return []
+        return [(anchor, known[anchor]) for anchor in ("\n", "=") if anchor in known]
 
     def digest(self) -> str:
         """A digest of its vocabulary size, its special tokens and its tokens of fixed texts, for results.
@@ -38,6 +68,7 @@ class Tokenizer:
         True
         """
         parts = (self.vocabulary, self.start, self.end, self.chat, [_tokens_of(self, text) for text in SAMPLES])
+        parts += (self.encode_after(" x"),) if self._anchors else ()
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @staticmethod
@@ -46,9 +77,7 @@ class Tokenizer:
         if isinstance(tokenizer, Tokenizer):
             return tokenizer
         if tokenizer is None:
-            return Tokenizer(
-                lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), vocabulary=256
-            )
+            return Tokenizer(lambda text: list(text.encode()), _text_of_bytes, vocabulary=256)
         if callable(tokenizer) and hasattr(tokenizer, "all_special_ids"):
             return _of_transformers(tokenizer)
         encode, decode = getattr(tokenizer, "encode", None), getattr(tokenizer, "decode", None)
@@ -77,6 +106,19 @@ def _tokens_of(tokenizer: Tokenizer, text: str) -> list[int] | str:
         return type(error).__name__
 
 
+def _text_of_bytes(ids: Sequence[int]) -> str:
+    """Bytes as UTF-8, and tokens that are none by their numbers.
+
+    >>> _text_of_bytes([72, 105, 300])
+    'Hi<300>'
+    """
+    parts = [(is_byte, list(part)) for is_byte, part in itertools.groupby(ids, lambda token: token < 256)]
+    return "".join(
+        bytes(part).decode(errors="replace") if is_byte else "".join(f"<{token}>" for token in part)
+        for is_byte, part in parts
+    )
+
+
 MARK = "\N{SYMBOL FOR SUBSTITUTE}"
 
 
@@ -91,6 +133,7 @@ def _of_transformers(tokenizer: Any) -> Tokenizer:
         end,
         _chat(tokenizer),
         len(tokenizer),
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
     )
 
 
@@ -103,11 +146,20 @@ def _of_tokenizers(tokenizer: Any) -> Tokenizer:
     )
 
 
+TODAY = date(2024, 7, 26)
+"""The day of every prompt: the one of Llama 3.1's chat template where it cannot know the day."""
+
+_PARTS = "".join(f"|replace('%{part}', '{TODAY.strftime('%' + part)}')" for part in "YymBbdjAaHMS")
+CLOCK = "{% macro strftime_now(format) %}{{ format" + _PARTS + " }}{% endmacro %}\n"
+"""What is put before a chat template that asks for the day, so that it gets `TODAY`."""
+
+
 def _chat(tokenizer: Any) -> tuple[str, str] | None:
+    """The texts of the chat template: the same on every day, as are the examples and the digest."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    messages = [{"role": "user", "content": MARK}]
-    before, _, after = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).partition(
-        MARK
-    )
+    messages, options = [{"role": "user", "content": MARK}], {"add_generation_prompt": True, "tokenize": False}
+    if "strftime_now" in str(tokenizer.chat_template):
+        options["chat_template"] = CLOCK + tokenizer.get_chat_template()
+    before, _, after = tokenizer.apply_chat_template(messages, **options).partition(MARK)
     return before, after

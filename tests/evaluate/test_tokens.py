@@ -1,0 +1,130 @@
+"""Texts to tokens and back: pieces of one text, bytes, the ends of an answer, the chat template."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from regard.evaluate import Documents, KeyValues, Needle, Passkey, Question, Recall, Tokenizer, as_model, evaluate
+from regard.evaluate.answer import answers
+from regard.evaluate.harness import harness_config
+
+SIGNS = [*map(chr, range(33, 127)), "\n", "\N{LOWER ONE EIGHTH BLOCK}", "\N{LOWER ONE EIGHTH BLOCK}" * 2]
+
+
+def characters(*, is_prefixed, doubles=()):
+    """A tokenizer of characters and of two spaces, as Llama 2's with a space before each text that it encodes."""
+    signs = [*SIGNS, *doubles]
+    space = SIGNS[-2]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {sign: 3 + i for i, sign in enumerate(signs)}
+    merges = [(space, space), *((pair[0], pair[1]) for pair in doubles)]
+    made = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True))
+    replaced, prefix = normalizers.Replace(" ", space), [normalizers.Prepend(space)] if is_prefixed else []
+    made.normalizer = normalizers.Sequence([*prefix, replaced])
+    strip = [decoders.Strip(" ", 1, 0)] if is_prefixed else []
+    made.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse(), *strip])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def nothing(tokens):
+    return torch.zeros(*tokens.shape, 200)
+
+
+@pytest.mark.parametrize("is_prefixed", [False, True])
+@pytest.mark.parametrize(
+    "task",
+    [
+        Needle((700,), (0.0, 0.5, 1.0), samples=1, haystack="noise"),
+        Passkey((700,), (0.5,), samples=1),
+        KeyValues((3,), (0.5,), samples=1),
+        Documents((2,), (0.5,), samples=1),
+    ],
+    ids=lambda task: task.name,
+)
+def test_the_pieces_of_a_prompt_have_the_tokens_of_the_whole_text(task, is_prefixed):
+    tokenizer = characters(is_prefixed=is_prefixed)
+    for example in task.examples(as_model(nothing, tokenizer)):
+        found = [*example.tokens, *example.target]
+        text = tokenizer.decode(found, skip_special_tokens=True)
+        assert found == tokenizer(text)["input_ids"]
+        assert not re.search("  | \n\n", text)  # no space was put before a piece
+
+
+def test_a_piece_that_begins_with_a_line_end_is_not_merged_with_what_is_before_it():
+    plain, prefixed = (Tokenizer.of(characters(is_prefixed=each, doubles=("\n\n",))) for each in (False, True))
+    assert prefixed.encode_after("\nKey") == plain.encode("\nKey") == [plain.encode("\n")[0], *plain.encode("Key")]
+
+
+def test_only_a_tokenizer_that_puts_a_space_before_each_text_is_given_another_digest():
+    plain, prefixed = (Tokenizer.of(characters(is_prefixed=each)) for each in (False, True))
+    assert prefixed.encode_after(" 48") == plain.encode_after(" 48") == plain.encode(" 48") != prefixed.encode(" 48")
+    assert Tokenizer.of(None).digest() == "c91bde9f4fc1dd35"
+
+
+def test_a_small_tokenizer_may_refuse_the_signs_by_which_pieces_are_measured():
+    digits = SimpleNamespace(encode=lambda text: [int(sign) for sign in text], decode=str, vocab_size=10)
+    assert Tokenizer.of(digits).encode_after("48") == [4, 8]
+
+
+def test_tokens_beyond_the_bytes_are_shown_by_their_numbers():
+    def last(tokens):
+        return torch.zeros(*tokens.shape, 512).index_fill(-1, torch.tensor([511]), 1.0)
+
+    results = evaluate(Recall(vocabulary=512, pairs=(4,), samples=1), last)
+    assert {record["text"] for record in results.records} == {"<511>"}
+    assert Tokenizer.of(None).decode([104, 195, 169, 256, 300, 33]) == "h\N{LATIN SMALL LETTER E WITH ACUTE}<256><300>!"
+
+
+class Saying(LlamaForCausalLM):
+    """A model that says these tokens, one by one."""
+
+    def __init__(self, said):
+        super().__init__(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                     num_attention_heads=1, bos_token_id=None, eos_token_id=2))  # fmt: skip
+        self.said = iter(said)
+
+    def forward(self, tokens, **_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits = torch.zeros(1, tokens.shape[1], 8)
+        logits[0, -1, next(self.said)] = 1
+        return SimpleNamespace(logits=logits)
+
+
+WORDS = {"<unk>": 0, "Where?": 1, "<eos>": 2, "No.": 3, "<turn>": 4, "Paris": 5}
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"), [(2, "No. <turn> Paris"), ([2, 4], "No."), (4, "No."), (None, "No. <turn> Paris")]
+)
+def test_an_answer_ends_where_the_generation_of_the_model_does(ends, text):
+    made = FastTokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
+    whole = Saying([0, 3, 4, 5])  # the first one after the context
+    whole.generation_config.eos_token_id = ends
+    question = Question("one", {}, (1,), (1,), (), ("Paris",), new_tokens=3)
+    ((_, answer),) = answers(as_model(whole, tokenizer), [question])
+    assert answer["text"] == text
+
+
+def test_bytes_have_no_end_tokens():
+    assert as_model(Saying([])).tokenizer.end == ()
+
+
+def test_a_prompt_for_the_harness_has_the_special_tokens_of_the_chat_template(tmp_path):
+    tokenizer = characters(is_prefixed=False)
+    tokenizer.chat_template = "<s>{% for each in messages %}[{{ each.content }}]</s>{% endfor %}says"
+    model = as_model(nothing, tokenizer)
+    for chat, begin, end in ((True, "<s>[A special", "text?]</s>saysThe "), (False, "A special", "text? The ")):
+        task = Needle((600,), (0.5,), samples=1, haystack="noise", chat=chat)
+        harness_config(task, model, tmp_path)
+        prompt = json.loads((tmp_path / "needle.jsonl").read_text())["prompt"]
+        assert prompt.startswith(begin)
+        assert end in prompt
+        (example,) = task.examples(model)
+        assert tokenizer(prompt, add_special_tokens=not chat)["input_ids"] == list(example.tokens)
