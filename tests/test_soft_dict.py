@@ -105,6 +105,7 @@ def test_gradients_flow_through_a_soft_look_up():
     [
         (lambda: SoftDict(torch.eye(3), torch.eye(2)), "3 keys and 2 values"),
         (lambda: SoftDict(torch.zeros(0, 3), torch.zeros(0, 2)), "at least one"),
+        (lambda: SoftDict(torch.zeros(3, 0), torch.eye(3)), "keys of 0 dimensions"),
         (lambda: SoftDict(torch.zeros(3), torch.eye(3)), r"keys\) is torch.float32 \[3\]: expected a tensor of floats"),
         (lambda: SoftDict(torch.eye(3), [1, 2, 3]), r"values\) is list: expected a tensor of floats"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3), temperature=-1), "temperature=-1.: expected a number from"),

@@ -57,6 +57,8 @@ class SoftDict:
                 f"SoftDict has {len(self.keys)} keys and {len(self.values)} values: expected a value for each key, and "
                 "at least one."
             )
+        if not self.keys.shape[1]:
+            raise ProblemError("SoftDict has keys of 0 dimensions, which match no query: expected at least one.")
         if not isinstance(self.score, Score | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"SoftDict(score={self.score!r}): expected a score such as Cosine(), or None.")
         _check_temperature(self.temperature)

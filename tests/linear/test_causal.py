@@ -19,10 +19,10 @@ def _call(kind: str, n: Numbers, form: str, dtype: torch.dtype = torch.float32) 
 def _later(n: Numbers, at: int, value: float) -> Numbers:
     """The same up to token `at`, and other numbers from there on."""
     changed = n.clone()
-    for t in (changed.q, changed.k, changed.v, changed.beta):
+    for t in (changed.q, changed.k, changed.v):
         t[:, :, at:] = value if math.isnan(value) else value * torch.randn_like(t[:, :, at:])
-    for t in (changed.gate, changed.one_gate, changed.log_decay):
-        t[:, :, at:] = value if math.isnan(value) else -abs(value) * torch.rand_like(t[:, :, at:])
+    for t, sign in ((changed.beta, 1), (changed.gate, -1), (changed.one_gate, -1), (changed.log_decay, -1)):
+        t[:, :, at:] = value if math.isnan(value) else sign * value * torch.rand_like(t[:, :, at:])
     return changed
 
 

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import ProblemError
+from regard import ProblemError, RefusalError
 from regard.linear import (
     Decay,
     Delta,
@@ -55,6 +55,20 @@ def test_gradients_are_right_in_everything_also_through_the_state(kind: str, for
     assert flows == {"q", "k", "v", *rules.get(KINDS[kind][1] or "", [])}
 
 
+@pytest.mark.parametrize("name", ["S", "z", "log_scale"])
+def test_each_part_of_a_first_state_can_be_learned(name: str):
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    parts = {"S": torch.rand(1, 2, 8, 4), "z": torch.rand(1, 2, 8), "log_scale": torch.zeros(1, 2)}
+    learned = parts[name].requires_grad_()
+
+    def run(kind: torch.dtype) -> Tensor:
+        state = LinearState(**{name: t.to(kind) for name, t in parts.items()})
+        out = linear_attend(q.to(kind), k.to(kind), v.to(kind), Favor(4, features=8), state=state).out
+        return torch.autograd.grad(out.square().sum(), learned)[0]
+
+    assert torch.allclose(run(torch.float32), run(torch.float64), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", FAST)
 def test_gradients_of_gradients_and_forward_derivatives_are_right(kind: str):
     n = numbers(kind, tokens=5, batch=1)
@@ -71,6 +85,30 @@ def test_vmap_maps_over_calls():
     q, k, v = torch.randn(3, 5, 1, 2, 7, 4)
     both = torch.func.vmap(lambda q, k, v: linear_attend(q, k, v).out)(q, k, v)
     assert torch.allclose(both, torch.stack([linear_attend(*one).out for one in zip(q, k, v, strict=True)]), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["elu", "favor, decay"])
+def test_a_call_is_exported_with_its_states(kind: str):
+    n = numbers(kind, tokens=7).to(torch.float32)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None) -> tuple[Tensor, LinearState]:
+            return linear_attend(q, k, v, **words(kind, n), state=state)
+
+    _, state = Layer()(n.q, n.k, n.v, None)
+    exported = torch.export.export(Layer(), (n.q, n.k, n.v, state)).module()
+    for given in (state, Layer()(n.q, n.k, n.v, state)[1]):
+        (out, after), truth = exported(n.q, n.k, n.v, given), Layer()(n.q, n.k, n.v, given)
+        assert torch.allclose(out, truth[0], atol=1e-5)
+        assert isinstance(after, LinearState)
+        assert torch.allclose(after.S, truth[1].S, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_it_is_not_traced_by_the_jit():
+    q = torch.randn(1, 2, 7, 4)
+    with pytest.raises(RefusalError, match=r"torch\.jit\.trace records .*Use torch\.compile or torch\.export"):
+        torch.jit.trace(lambda q: linear_attend(q, q, q).out, (q,), check_trace=False)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +376,7 @@ def test_the_work_is_what_the_chunks_say_and_grows_with_the_tokens(kind: str):
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 X = torch.randn(1, 2, 7, 4)
+FAVOR = Favor(4, features=4)
 
 
 def _state(**words: Any) -> LinearState:
@@ -364,6 +403,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a state of another size": ({"state": _state(features=Taylor())}, "this call needs [1, 2, 4, 4]"),
     "a state without z": ({"state": _state(features=None)}, "without z, without log_scale, and this call makes one"),
     "a tensor as a state": ({"state": X}, "expected a LinearState"),
+    "a state of a list": ({"state": LinearState(cast(Any, [1.0]))}, "S of the state is list: expected floats [batch,"),
+    "a z of another size": (
+        {"state": LinearState(torch.zeros(1, 2, 4, 4), torch.zeros(1, 1, 4))},
+        "z of the state is [1, 1, 4] on cpu, and S is [1, 2, 4, 4] on cpu: expected [1, 2, 4]",
+    ),
+    "a z elsewhere": (
+        {"state": LinearState(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, device="meta"))},
+        "z of the state is [1, 2, 4] on meta, and S",
+    ),
+    "a log_scale for one head": (
+        {"features": FAVOR, "state": LinearState(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4), torch.zeros(1, 1))},
+        "log_scale of the state is [1, 1] on cpu, and S is [1, 2, 4, 4] on cpu: expected [1, 2]",
+    ),
+    "a log_scale of ints": (
+        {"state": LinearState(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64))},
+        "log_scale of the state is torch.int64 [1, 2]: expected floats [batch, kv_heads]",
+    ),
+    "a text to normalise": ({"normalise": "no"}, "normalise is 'no': expected True, False or None"),
 }
 
 
@@ -383,6 +440,7 @@ WORDS = {
     "gates above 0": (lambda: Gated(torch.full((1, 1, 2, 3), 0.5)), "values up to 0.5: expected logarithms"),
     "a gate for all": (lambda: Gated(-0.5), "expected a tensor"),
     "decays above 0": (lambda: Delta(torch.ones(1, 1, 2), torch.ones(1, 1, 2)), "expected logarithms, at most 0"),
+    "betas below 0": (lambda: Delta(torch.full((1, 1, 2), -5.0)), "values down to -5: expected fractions from 0 to 1"),
     "decays of another size": (lambda: Delta(torch.ones(1, 1, 2), -torch.ones(1, 1, 3)), "expected the same"),
     "no heads": (lambda: retnet_decay(0), "at least 1"),
     "states of rules": (
@@ -390,6 +448,17 @@ WORDS = {
         "do not merge: with a rule (Decay, Gated, Delta)",
     ),
     "states of other words": (lambda: _state() | _state(features=None), "states merge if they are of one kind"),
+    "states with another z": (
+        lambda: (
+            LinearState(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4))
+            | LinearState(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 1))
+        ),
+        "z of the state is [1, 2, 1] on cpu",
+    ),
+    "states on two devices": (
+        lambda: LinearState(torch.zeros(1, 2, 4, 4)) | LinearState(torch.zeros(1, 2, 4, 4, device="meta")),
+        "the states are on cpu and meta",
+    ),
     "no state": (lambda: _state() | cast(Any, X), "merges with a LinearState"),
 }
 

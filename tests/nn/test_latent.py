@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Window
-from regard.cache import KVCache
+from regard.cache import H2O, KVCache
 from regard.calls import observe_calls
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope
@@ -355,6 +355,45 @@ def test_pairs_that_are_not_there_are_refused(pairs, said):
 def test_pairs_refuse_heads_that_they_were_not_chosen_for():
     with pytest.raises(ProblemError, match=r"expected \[batch, heads, tokens, 4\], heads a multiple of 2"):
         RopePairs(Rope(8), ((0, 1), (1, 2))).rotate(torch.zeros(1, 3, 5, 4))
+    for wrong, said in (
+        (torch.zeros(4), r"x has shape \[4\]"),
+        (torch.ones(1, 2, 5, 4, dtype=torch.int32), "x is torch.int32: expected float64"),
+        ([1.0], "x is list: expected a tensor"),
+    ):
+        with pytest.raises(ProblemError, match=said):
+            RopePairs(Rope(8), ((0, 1), (1, 2))).rotate(wrong)
+
+
+# ---- quantised modules ----------------------------------------------------------------------------------------------
+
+
+def test_without_weights_to_read_the_expanded_form_is_taken():
+    module, x = LatentAttention(31, 6, **SIZES).eval(), torch.randn(1, 9, 31)
+    for name in ("k_up", "v_up"):
+        setattr(module, name, Opaque(getattr(module, name)))
+    cache = KVCache()
+    with torch.no_grad():
+        whole = module(x, absorbed=False)
+        steps = [module(x[:, i : i + 1], cache=cache) for i in range(9)]
+        assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-5)
+        with pytest.raises(ProblemError, match="absorbed=True needs the weights of k_up and v_up"):
+            module(x, absorbed=True)
+        with pytest.raises(ProblemError, match="a cache with evict= needs the weights of k_up and v_up"):
+            module(x, cache=KVCache(evict=H2O(5)))
+
+
+class Opaque(torch.nn.Module):
+    """A projection like torch's quantised ones, whose `weight` is a method."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def weight(self) -> torch.Tensor:
+        return self.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
 
 
 # ---- what makes no sense --------------------------------------------------------------------------------------------
@@ -363,9 +402,10 @@ def test_pairs_refuse_heads_that_they_were_not_chosen_for():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"kv_rank": 0}, "kv_rank=0: expected 1 or more"),
-        ({"q_rank": 0}, "q_rank=0: expected 1 or more"),
-        ({"nope_dim": -1}, "nope_dim=-1: expected 0 or more"),
+        ({"kv_rank": 0}, "kv_rank is 0: expected at least 1 dimensions"),
+        ({"q_rank": 0}, "q_rank is 0: expected at least 1 dimensions"),
+        ({"nope_dim": -1}, "nope_dim is -1: expected at least 0 dimensions"),
+        ({"kv_heads": 3.0}, r"kv_heads is 3\.0: expected a whole number of heads"),
         ({"nope_dim": 0, "rope_dim": 0}, "are both 0"),
         ({"kv_heads": 4}, "each must be a whole multiple"),
         ({"kv_heads": 3, "rope_heads": 2}, "each must be a whole multiple"),
@@ -387,6 +427,8 @@ def test_calls_that_do_not_fit_are_refused():
         made("as in the paper")(3)
     with pytest.raises(ProblemError, match=r"cache is 3: expected a regard.cache.KVCache, or None"):
         made("as in the paper")(tokens(), cache=3)
+    with pytest.raises(ProblemError, match="absorbed is 'no': expected True or False"):
+        made("as in the paper")(tokens(), absorbed="no")
     with pytest.raises(ProblemError, match="positions= needs a module with a position"):
         made("without a part with position")(tokens(), positions=3)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from regard import Causal
 from regard.describe.position import Rope
-from regard.errors import ProblemError
+from regard.describe.score import Additive
+from regard.errors import ProblemError, RefusalError
 from regard.nn import MultiHeadAttention
 from regard.nn.share_heads import share_heads, shared_rows
 
@@ -134,6 +135,49 @@ def test_weights_keep_their_type_and_are_rounded_once(dtype):
 def test_heads_that_cannot_be_shared_are_refused(kv_heads, how, said):
     with pytest.raises(ProblemError, match=said):
         share_heads(made(), kv_heads, how)
+
+
+def test_projections_that_are_one_module_stay_one_and_are_pooled_once():
+    module = made(kv_heads=None)
+    module.v_proj = module.k_proj
+    shared = share_heads(module, 6)
+    assert shared.v_proj is shared.k_proj
+    assert torch.equal(shared.k_proj.weight, shared_rows(module.k_proj.weight, 12, 6))
+    assert shared(X).shape == X.shape
+
+
+@pytest.mark.parametrize("how", ["mean", "random"])
+def test_weights_that_are_tied_stay_tied(how):
+    module = made()
+    module.v_proj.weight = module.k_proj.weight
+    shared = share_heads(module, 2, how)
+    assert shared.v_proj.weight is shared.k_proj.weight
+
+
+def test_queries_keep_their_heads_where_keys_are_computed_by_the_same_module():
+    module = made(kv_heads=None)
+    module.k_proj = module.q_proj
+    shared = share_heads(module, 6)
+    assert torch.equal(shared.q_proj.weight, module.q_proj.weight)
+    assert torch.equal(shared.k_proj.weight, shared_rows(module.q_proj.weight, 12, 6))
+    assert shared(X).shape == X.shape
+
+
+def test_weights_that_are_computed_are_refused():
+    module = made()
+    torch.nn.utils.parametrizations.weight_norm(module.k_proj)
+    with pytest.raises(RefusalError, match=r"k_proj has the parameters parametrizations\.weight\.original0.*remove"):
+        share_heads(module, 2)
+    torch.nn.utils.parametrize.remove_parametrizations(module.k_proj, "weight")
+    assert share_heads(module, 2).kv_heads == 2
+
+
+def test_a_score_with_a_part_for_each_key_head_is_refused():
+    each = Additive(torch.randn(5, 8), torch.randn(6, 5, 8), torch.randn(5))
+    with pytest.raises(ProblemError, match=r"score has parts of its own for key heads.*w_k.* for 6 heads"):
+        share_heads(made(score=each), 2)
+    one = Additive(torch.randn(12, 5, 8), torch.randn(5, 8), torch.randn(12, 5))
+    assert share_heads(made(score=one), 2)(X).shape == X.shape
 
 
 def test_rows_that_are_no_heads_are_refused():

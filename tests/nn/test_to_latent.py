@@ -201,6 +201,19 @@ def test_it_keeps_type_mode_mask_and_numbers_and_can_be_trained():
     assert all(weight.grad is not None for weight in latent.parameters())
 
 
+@pytest.mark.parametrize("trained", ["q_proj.weight", "k_proj.weight", "v_proj.bias", "o_proj.weight", "sinks"])
+def test_what_is_trained_is_trained_afterwards_and_nothing_else(trained: str):
+    more = {"qkv_bias": True, "out_bias": True} if trained == "v_proj.bias" else {"sink": True}
+    module = made(position=Rope(8), **more)
+    for name, weight in module.named_parameters():
+        weight.requires_grad_(name == trained)
+    latent = to_latent(module, 9, 4).module
+    expected = {"k_proj.weight": ["kv_down.weight", "k_rope.weight", "k_up.weight"]}
+    expected["v_proj.bias"] = ["kv_down.bias", "o_proj.bias"]
+    found = [name for name, weight in latent.named_parameters() if weight.requires_grad]
+    assert sorted(found) == sorted(expected.get(trained, [trained]))
+
+
 @pytest.mark.parametrize(
     ("more", "asked", "said"),
     [
@@ -215,6 +228,9 @@ def test_it_keeps_type_mode_mask_and_numbers_and_can_be_trained():
         ({"position": Rope(8)}, {"rope_dim": 3}, "rope_dim=3: expected an even number from 0 to the 8 rotated dims"),
         ({"position": Rope(8)}, {"rope_dim": 10}, "rope_dim=10: expected an even number"),
         ({}, {"rope_dim": 2}, "from 0 to the 0 rotated dims"),
+        ({}, {"kv_rank": 8.0}, "kv_rank is 8.0: expected a whole number of dimensions"),
+        ({"position": Rope(8)}, {"rope_dim": 4.0}, "rope_dim is 4.0: expected a whole number of dimensions"),
+        ({}, {"inputs": [1.0]}, r"inputs is list: expected a tensor \[tokens, 48\]"),
         ({}, {"inputs": torch.zeros(3, 47)}, r"inputs have shape \[3, 47\]: expected \[tokens, 48\]"),
     ],
 )

@@ -1,16 +1,19 @@
 """Bridges to torch's module: the same outputs, both ways, and reasons where there is no way."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 
 from regard import Causal, ProblemError, RefusalError, Window, attend
 from regard.describe.position import Rope
-from regard.nn import MultiHeadAttention, from_torch, from_torch_masks, share_heads, to_torch
+from regard.nn import MultiHeadAttention, from_torch, from_torch_masks, share_heads, to_latent, to_torch
 
 BATCH, TOKENS, CONTEXT, WIDTH, HEADS = 2, 7, 5, 15, 3
 
@@ -125,6 +128,10 @@ def test_masks_of_other_shapes_are_named():
         from_torch_masks(torch.zeros(4, 5, 5), heads=3)
     with pytest.raises(ProblemError, match=r"key_padding_mask is torch.int64 \[2, 5\].*\[batch, keys\]"):
         from_torch_masks(None, torch.zeros(2, 5, dtype=torch.int64), heads=3)
+    with pytest.raises(ProblemError, match=r"attn_mask is list: expected a tensor \[queries, keys\]"):
+        from_torch_masks([[True]], heads=3)
+    with pytest.raises(ProblemError, match="heads is 0: expected at least 1 heads"):
+        from_torch_masks(torch.zeros(4, 5, 5), heads=0)
     assert from_torch_masks(heads=3) == (None, None)
 
 
@@ -156,9 +163,71 @@ def test_what_torch_cannot_do_is_refused(words: dict[str, Any], said: str):
         to_torch(MultiHeadAttention(WIDTH, HEADS, **words))
 
 
+def test_a_subclass_with_a_forward_of_its_own_is_refused():
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, query: Tensor, *others: Any, **words: Any) -> Any:
+            return super().forward(2 * query, *others, **words)
+
+    class Named(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(RefusalError, match=r"Doubled has a forward of its own"):
+        from_torch(Doubled(WIDTH, HEADS))
+    assert isinstance(from_torch(Named(WIDTH, HEADS)), MultiHeadAttention)
+
+
+class Adapted(nn.Linear):
+    """A projection with a low-rank adapter, which its weight does not contain."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name of nn.Linear
+        return super().forward(input) + input.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("convert", [to_torch, partial(to_latent, kv_rank=6), partial(share_heads, kv_heads=1)])
+def test_projections_that_are_more_than_their_weights_are_refused(convert: Callable[[MultiHeadAttention], Any]):
+    adapted, hooked = MultiHeadAttention(WIDTH, HEADS), MultiHeadAttention(WIDTH, HEADS)
+    adapted.v_proj = Adapted(WIDTH, WIDTH, bias=False)
+    del adapted.v_proj.bias  # as wrappers have none
+    with pytest.raises(RefusalError, match="v_proj is a Adapted with a forward of its own: merge the adapter first"):
+        convert(adapted)
+    hook = hooked.v_proj.register_forward_hook(lambda _, inputs, out: 2 * cast(Tensor, out))
+    with pytest.raises(RefusalError, match=r"v_proj has a forward hook, .* remove the hook first"):
+        convert(hooked)
+    hook.remove()
+    convert(hooked)
+
+
+@pytest.mark.parametrize(
+    "change", [nn.utils.parametrizations.weight_norm, partial(l1_unstructured, name="weight", amount=0.5)]
+)
+def test_a_weight_that_is_computed_is_converted_as_it_is(change: Callable[[nn.Linear], Any]):
+    ours, x = MultiHeadAttention(WIDTH, HEADS), torch.randn(BATCH, TOKENS, WIDTH)
+    change(ours.k_proj)
+    truth = ours(x)
+    assert torch.allclose(to_torch(ours)(x, x, x)[0], truth, atol=1e-6)
+    assert torch.allclose(to_latent(ours, kv_rank=WIDTH).module(x), truth, atol=1e-5)
+
+
 def test_what_was_frozen_stays_frozen():
     theirs = torch.nn.MultiheadAttention(32, 4).requires_grad_(False)
     assert not any(p.requires_grad for p in from_torch(theirs).parameters())
+
+
+@pytest.mark.parametrize("width", [{}, {"kdim": 11, "vdim": 11}])
+@pytest.mark.parametrize("trained", ["bias", "weight", "out_proj", "in_proj"])
+def test_weights_and_biases_are_trained_as_before(trained: str, width: dict[str, int]):
+    theirs = theirs_of(**width)
+    for name, p in theirs.named_parameters():
+        p.requires_grad_(trained in name)
+    ours = from_torch(theirs)
+    sources = {"o_proj.weight": "out_proj.weight", "o_proj.bias": "out_proj.bias"}
+    sources |= {f"{name}_proj.bias": "in_proj_bias" for name in "qkv"}
+    sources |= {f"{name}_proj.weight": f"{name}_proj_weight" if width else "in_proj_weight" for name in "qkv"}
+    before = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        assert p.requires_grad == before[sources[name]].requires_grad
+    back = to_torch(ours)
+    assert {n: p.requires_grad for n, p in back.named_parameters()} == {n: p.requires_grad for n, p in before.items()}
 
 
 def test_a_module_of_another_kind_is_refused_by_name():

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import Alibi, Causal, KeyLengths, ProblemError, T5Bias, Window, observe_calls
+from regard.cache import KVCache
 from regard.describe.position import Learned, Rope, Sinusoidal
-from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttention, Transformer
+from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttention, SpecModule, Transformer
 
 VOCABULARY, WIDTH, HEADS = 19, 24, 6
 
@@ -266,5 +267,64 @@ def test_latents_have_no_bias_as_position(bias: Any):
 def test_tokens_that_are_none_are_refused(tokens: Tensor):
     with pytest.raises(ProblemError, match=r"expected ints \[batch, tokens\]"):
         Decoder(19, 32, 1, 4)(tokens)
-    with pytest.raises(ProblemError, match="a prompt and a count"):
-        Decoder(19, 32, 1, 4).generate(torch.zeros(1, 0, dtype=torch.int64), 3)
+    with pytest.raises(ProblemError, match=r"expected ints \[batch, tokens\]"):
+        Decoder(19, 32, 1, 4).generate(tokens, 3)
+
+
+def test_generation_that_makes_no_sense_is_refused():
+    model, prompt = Decoder(19, 32, 1, 4), torch.zeros(1, 3, dtype=torch.int64)
+    for tokens, count, temperature, said in (
+        ([1, 2], 3, 0.0, r"tokens is list: expected a tensor of ints \[batch, tokens\]"),
+        (prompt[:, :0], 3, 0.0, "a prompt of at least one token"),
+        (prompt, -1, 0.0, "count is -1: expected at least 0"),
+        (prompt, 2.0, 0.0, "count is 2.0: expected a whole number"),
+        (prompt, 3, -1.0, "temperature is -1.0: expected 0"),
+        (prompt, 0, math.nan, "temperature is nan: expected 0"),
+        (prompt, 3, "hot", "temperature is 'hot': expected 0"),
+    ):
+        with pytest.raises(ProblemError, match=said):
+            model.generate(tokens, count, temperature=temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_temperature_near_0_takes_the_most_probable_token(dtype: torch.dtype):
+    model, prompt = Decoder(19, 32, 1, 4).to(dtype), torch.tensor([[3, 1, 4]])
+    expected = model.generate(prompt, 5)
+    for temperature in (1e-7, 1e-40, 5e-324):
+        assert torch.equal(model.generate(prompt, 5, temperature=temperature), expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"layers": -1}, "layers is -1: expected at least 0 blocks"),
+        ({"layers": 2.0}, "layers is 2.0: expected a whole number of blocks"),
+        ({"skip": "no"}, "skip is 'no': expected True or False"),
+        ({"mlp": 0}, "mlp is 0: expected True or False"),
+        ({"tied": "no"}, "tied is 'no': expected True or False"),
+        ({"hidden": 0}, "hidden is 0: expected at least 1 dimensions"),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_not_made(words: dict[str, Any], said: str):
+    with pytest.raises(ProblemError, match=said):
+        Decoder(19, 32, **{"layers": 1, "heads": 4} | words)
+
+
+def test_caches_belong_to_the_blocks():
+    model, tokens = Decoder(19, 32, 2, 4), torch.zeros(1, 3, dtype=torch.int64)
+    for caches, said in (
+        (model.caches()[:1], "caches has length 1: expected a Caches for each of the 2 blocks"),
+        ([KVCache(), KVCache()], "caches has a KVCache: expected a Caches for each of the 2 blocks"),
+    ):
+        with torch.no_grad(), pytest.raises(ProblemError, match=said):
+            model(tokens, caches=caches)
+
+
+@pytest.mark.parametrize("position", [Rope(8), Learned(torch.randn(9, 32)), T5Bias(torch.randn(32, 4))])
+def test_positions_and_masks_may_be_modules(position: Any):
+    tokens, models = torch.randint(19, (2, 7)), []
+    for given, mask in ((position, Window(3)), (SpecModule(position), SpecModule(Window(3)))):
+        torch.manual_seed(0)
+        models += [Decoder(19, 32, 2, 4, position=given, mask=mask), Encoder(19, 32, 2, 4, position=given, mask=mask)]
+    for plain, module in zip(models[:2], models[2:], strict=True):
+        assert torch.equal(plain(tokens), module(tokens))

@@ -7,17 +7,22 @@ import torch
 from torch import Tensor
 
 from regard.describe.feature import Favor, Feature, NearSoftmax
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 from regard.linear import delta, gated, sums
 from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
 from regard.linear.segment import Carry, Run
-from regard.linear.state import LinearResult, LinearState, check_made_by
+from regard.linear.state import LinearResult, LinearState, check_made_by, check_parts
 from regard.plan.checks import check_device, check_tensors
 from regard.torch_internals import in_transform
 from regard.wide import wide_of
 
 FORMS = ("chunked", "parallel", "recurrent")
+
+UNTRACEABLE = (
+    "torch.jit.trace records the operators of torch of one path, and linear_attend chooses its path by the sizes; the "
+    "compiled library is no operator of torch. Use torch.compile or torch.export."
+)
 
 
 class LinearCall(NamedTuple):
@@ -54,13 +59,17 @@ def check_call(
     chunk: int,
 ) -> LinearCall:
     """The call with its defaults filled in. Raises `ProblemError` for invalid arguments."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented
+        raise RefusalError(UNTRACEABLE)
     check_tensors(q, k, v)
     if q.shape[3] != k.shape[3]:
         raise ProblemError(
             f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected equal sizes."
         )
     _check_kinds(features, rule, state)
-    _check_options(causal, form, chunk)
+    if state is not None:
+        check_parts(state)
+    _check_options(causal, normalise, form, chunk)
     size = k.shape[3] if features is None else features.size(k.shape[3])
     if rule is not None:
         rule.check(k.shape[0], k.shape[1], k.shape[2], size)
@@ -69,7 +78,8 @@ def check_call(
         normalise = features is not None and not isinstance(rule, Delta)
     _check_together(features, rule, scale, normalise)
     name = form or ("recurrent" if k.shape[2] == 1 else "chunked")
-    tensors = [q, k, v, *(() if rule is None else rule.tensors()), *(() if state is None else (state.S,))]
+    tensors = [q, k, v, *(() if rule is None else rule.tensors())]
+    tensors += [] if state is None else [t for t in (state.S, state.z, state.log_scale) if t is not None]
     graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     traced = torch.compiler.is_compiling()
     bounded, in_place = not traced and name != "parallel", not (graph or traced or in_transform())
@@ -87,9 +97,11 @@ def _made_by(features: Feature | None, rule: Rule | None, scale: float | None, d
     return f"features={features!r}{own}, {'no rule' if rule is None else type(rule).__name__}"
 
 
-def _check_options(causal: object, form: str | None, chunk: object) -> None:
+def _check_options(causal: object, normalise: object, form: str | None, chunk: object) -> None:
     if not isinstance(causal, bool):
         raise ProblemError(f"causal is {causal!r}: expected True or False.")
+    if not isinstance(normalise, bool | None):
+        raise ProblemError(f"normalise is {normalise!r}: expected True, False or None.")
     if form not in (None, *FORMS):
         raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
     if not isinstance(chunk, int) or chunk < 1:

@@ -118,6 +118,11 @@ class Delta(Rule):
 
     def __post_init__(self) -> None:
         _check_floats("Delta(beta)", self.beta, 3, "[batch, kv_heads, keys]")
+        if _has(self.beta, lambda beta: beta < 0):
+            raise ProblemError(
+                f"Delta(beta) has values down to {self.beta.nan_to_num().min().item():g}: expected fractions from 0 to "
+                "1, or to 2 with keys of norm 1; use sigmoid."
+            )
         if self.log_decay is None:
             return
         _check_floats("Delta(log_decay)", self.log_decay, 3, "[batch, kv_heads, keys]")

@@ -52,6 +52,12 @@ class LinearState:
                 f"states merge if they are of one kind: these are {list(self.S.shape)} {self.kind} and "
                 f"{list(other.S.shape)} {other.kind}."
             )
+        check_parts(self)
+        check_parts(other)
+        if self.S.device != other.S.device:
+            raise ProblemError(
+                f"the states are on {self.S.device} and {other.S.device}: they must be on one device to merge."
+            )
         check_made_by(self.made_by, other.made_by)
         made_by = self.made_by or other.made_by
         if self.log_scale is None or other.log_scale is None:
@@ -79,6 +85,25 @@ class LinearState:
         return (
             f"{'without' if self.z is None else 'with'} z, {'without' if self.log_scale is None else 'with'} log_scale"
         )
+
+
+torch.export.register_dataclass(LinearState, serialized_type_name="regard.linear.LinearState")
+
+
+def check_parts(state: LinearState) -> None:
+    """Raise `ProblemError` unless S, z and log_scale are floats of sizes that fit, on one device."""
+    for name, part, axes in (("S", state.S, 4), ("z", state.z, 3), ("log_scale", state.log_scale, 2)):
+        if part is None and name != "S":
+            continue
+        if not isinstance(part, Tensor) or part.ndim != axes or not part.is_floating_point():
+            what = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            expected = ", ".join(("batch", "kv_heads", "features", "v_dim")[:axes])
+            raise ProblemError(f"{name} of the state is {what}: expected floats [{expected}].")
+        if part.shape != state.S.shape[:axes] or part.device != state.S.device:
+            raise ProblemError(
+                f"{name} of the state is {list(part.shape)} on {part.device}, and S is {list(state.S.shape)} on "
+                f"{state.S.device}: expected {list(state.S.shape[:axes])} on the same device."
+            )
 
 
 def check_made_by(one: str | None, other: str | None) -> None:

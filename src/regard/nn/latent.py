@@ -19,6 +19,7 @@ from regard.cache.store import CachedTensor, leading_channels
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.describe.suggestions import suggest_keywords
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.multi_head import both, check_cache, check_flags, check_input, length_of
 from regard.nn.norm import RMSNorm
@@ -88,7 +89,7 @@ class LatentAttention(nn.Module):
         dtype: the type of the weights.
 
     Raises:
-        ProblemError: the sizes, the position or the mask do not fit together.
+        ProblemError: the sizes and the position do not fit together, or the mask is of another class.
 
     >>> import torch
     >>> from regard import Causal
@@ -178,14 +179,17 @@ class LatentAttention(nn.Module):
                 [batch, tokens]; None: from the end of the cache.
             cache: stores `kv_rank + rope_heads * rope_dim` elements of each token as keys of one head, with the layout
                 `Latent(kv_rank)` or any other. The absorbed form reads them without a copy.
-            absorbed: the form; None: the one with fewer FLOPs.
+            absorbed: the form; None: the one with fewer FLOPs, or the expanded one if k_up or v_up is quantised and has
+                no weight to read.
 
         Raises:
-            ProblemError: sizes that do not fit, positions without a use, or a `Rolling` cache with a rope: a `Rope`
-                rotates the first dimensions of a key, and here these are the latent.
+            ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts with k_up
+                or v_up quantised, or a `Rolling` cache with a rope: a `Rope` rotates the first dimensions of a key, and
+                here these are the latent.
         """
         self._check(x, positions)
         self._check_cache(cache)
+        self._check_absorbed(absorbed, cache)
         q, entries = self._queries(x), self._entries(x)
         stored = 0 if cache is None else cache.tokens_seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
@@ -196,7 +200,7 @@ class LatentAttention(nn.Module):
             keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
         if absorbed is None:
             flops = self.flops(q.shape[2], keys.shape[2])
-            absorbed = flops.absorbed < flops.expanded
+            absorbed = flops.absorbed < flops.expanded and self._has_weights()
         visible = both(and_, self.mask, mask)
         try:
             form = self._absorbed if absorbed else self._expanded
@@ -345,12 +349,27 @@ class LatentAttention(nn.Module):
                 "ones carry the position. Take Latent or Contiguous with a policy of regard.cache.evict."
             )
 
+    def _check_absorbed(self, absorbed: object, cache: KVCache | None) -> None:
+        if absorbed is not None:
+            check_flags(absorbed=absorbed)
+        observed = cache is not None and cache.evict is not None
+        if (absorbed or observed) and not self._has_weights():
+            given = "absorbed=True" if absorbed else "a cache with evict="
+            raise ProblemError(
+                f"{given} needs the weights of k_up and v_up, and these are quantised modules without a tensor of "
+                "weights: leave both out of the quantisation, or leave absorbed= and evict= out."
+            )
+
+    def _has_weights(self) -> bool:
+        """Whether the weights of k_up and v_up can be read: a quantised module may have a method of this name."""
+        weights: list[object] = [up.weight for up in (self.k_up, self.v_up) if up is not None]
+        return all(isinstance(weight, Tensor) for weight in weights)
+
     def _check_sizes(self) -> None:
         least = {"d_model": 1, "heads": 1, "kv_heads": 1, "rope_heads": 1, "kv_rank": 1, "v_dim": 1, "nope_dim": 0}
         least |= {"rope_dim": 0} | ({} if self.q_rank is None else {"q_rank": 1})
         for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ProblemError(f"{name}={getattr(self, name)}: expected {minimum} or more.")
+            whole(getattr(self, name), name, "heads" if name.endswith("heads") else "dimensions", least=minimum)
         if self.nope_dim + self.rope_dim == 0:
             raise ProblemError("nope_dim and rope_dim are both 0: queries and keys need dimensions of either kind.")
         if self.heads % self.kv_heads or self.kv_heads % self.rope_heads:

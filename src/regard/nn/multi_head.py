@@ -22,7 +22,7 @@ from regard.describe.position import Absolute, Position, Rope
 from regard.describe.score import Score
 from regard.describe.spec import Spec
 from regard.describe.suggestions import suggest_keywords
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
@@ -71,7 +71,8 @@ class MultiHeadAttention(nn.Module):
         dtype: the type of the weights.
 
     Raises:
-        ProblemError: the sizes, or the position, mask, bias and score, do not fit together.
+        ProblemError: the sizes and the position do not fit together, or a mask, bias or score is of another class. Each
+            call checks whether these three fit the heads and the tokens.
 
     `position`, `mask`, `bias` and `score` may be a `SpecModule`, so that layers share their tensors.
 
@@ -258,6 +259,27 @@ def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: K
         return cache.keys_after(keys)  # positions are slots of the cache
     total = keys if cache is None else cache.tokens_seen + keys
     return max(first + queries if isinstance(first, int) else int(first.max()) + 1, total)
+
+
+def check_linear(module: nn.Module, *names: str) -> None:
+    """Raise `RefusalError` unless the output of each of these projections is that of its weight and bias."""
+    for name in names:
+        projection = getattr(module, name)
+        if (reason := beyond_linear(projection)) is not None:
+            raise RefusalError(f"{name} {reason}")
+
+
+def beyond_linear(projection: nn.Module) -> str | None:
+    """Why the weight and the bias of a projection do not say what its output is; None if they do.
+
+    A parametrization, such as weight_norm, changes the weight alone.
+    """
+    if type(projection).forward is not nn.Linear.forward:
+        kind = type(projection).__name__
+        return f"is a {kind} with a forward of its own: merge the adapter first, or put an nn.Linear in its place"
+    if projection._forward_hooks:  # pyright: ignore[reportPrivateUsage]
+        return "has a forward hook, which may change its output: remove the hook first"
+    return None
 
 
 def check_flags(**flags: object) -> None:

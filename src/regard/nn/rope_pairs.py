@@ -9,6 +9,8 @@ from regard.describe.position_table import check_positions, rows
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
 from regard.errors import ProblemError
+from regard.nn.multi_head import check_input
+from regard.plan.checks import DTYPES
 from regard.wide import wide_of
 
 
@@ -55,10 +57,13 @@ class RopePairs(Position):
         """Rotate each pair of x by its angle; the arguments are those of `Rope.rotate`.
 
         Raises:
-            ProblemError: the heads or dims of x do not fit `pairs`.
+            ProblemError: the heads or dims of x do not fit `pairs`, or x is no tensor of floats.
         """
-        groups, heads = len(self.pairs), x.shape[1]
-        if x.ndim != 4 or x.shape[3] != self.dim or heads % groups:
+        check_input("x", x, f"[batch, heads, tokens, {self.dim}]")
+        groups = len(self.pairs)
+        if x.dtype not in DTYPES:
+            raise ProblemError(f"x is {x.dtype}: expected float64, float32, bfloat16 or float16.")
+        if x.ndim != 4 or x.shape[3] != self.dim or x.shape[1] % groups:
             raise ProblemError(
                 f"x has shape {list(x.shape)}: expected [batch, heads, tokens, {self.dim}], heads a multiple of "
                 f"{groups}."
@@ -67,7 +72,8 @@ class RopePairs(Position):
         length, dtype = self.rope.length_of(x, positions, tokens), wide_of(x.dtype)
         key = (self, self.rope.scaling and self.rope.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
-        by_head = table.transpose(-4, -3).repeat_interleave(heads // groups, -4)  # [..., heads, tokens, dim / 2, 2]
+        group = x.shape[1] // groups
+        by_head = table.transpose(-4, -3).repeat_interleave(group, -4)  # [..., heads, tokens, dim / 2, 2]
         return rotate_pairs(x, by_head, interleaved=True)
 
     def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:

@@ -20,8 +20,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from regard.errors import ProblemError
-from regard.nn.multi_head import MultiHeadAttention
+from regard.errors import ProblemError, RefusalError
+from regard.nn.multi_head import MultiHeadAttention, check_linear
 
 How = Literal["mean", "first", "random"]
 """How a group of heads becomes one: the mean, the first head, or random values with the same mean and deviation."""
@@ -42,7 +42,10 @@ def share_heads(
         generator: the random generator of "random"; None for torch's default.
 
     Raises:
-        ProblemError: the groups are not of one size, or `how` is none of the three.
+        ProblemError: the groups are not of one size, the score has a part for each key head, or `how` is none of the
+            three.
+        RefusalError: the key or value projection is no plain `nn.Linear`: it has an adapter, a forward hook or a
+            parametrization.
 
     >>> from regard.nn import MultiHeadAttention
     >>> shared = share_heads(MultiHeadAttention(96, heads=6), 2)
@@ -53,14 +56,37 @@ def share_heads(
         hint = "; from_torch makes one of torch's" if isinstance(module, nn.MultiheadAttention) else ""
         raise ProblemError(f"share_heads takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
     check_sharing(module.kv_heads, kv_heads, how)
+    _check_parts(module, kv_heads)
     shared = deepcopy(module)
     shared.sizes, shared.kv_heads = replace(module.sizes, kv_heads=kv_heads), kv_heads
-    for projection in (shared.k_proj, shared.v_proj):
-        for name, rows in list(projection.named_parameters()):
-            made = shared_rows(rows, module.kv_heads, kv_heads, how, generator)
-            setattr(projection, name, nn.Parameter(made, rows.requires_grad))
-        projection.out_features = projection.weight.shape[0]
+    shared.k_proj, shared.v_proj = deepcopy((module.k_proj, module.v_proj))  # q_proj may be the same module
+    pooled: dict[int, nn.Parameter] = {}  # by the id of the Parameter in `module`: what is tied there stays tied
+    for before, after in ((module.k_proj, shared.k_proj), (module.v_proj, shared.v_proj)):
+        for name, rows in before.named_parameters():
+            if id(rows) not in pooled:
+                made = shared_rows(rows, module.kv_heads, kv_heads, how, generator)
+                pooled[id(rows)] = nn.Parameter(made, rows.requires_grad)
+            setattr(after, name, pooled[id(rows)])
+        after.out_features = after.weight.shape[0]
     return shared
+
+
+def _check_parts(module: MultiHeadAttention, kv_heads: int) -> None:
+    """Raise unless the rows of the key and value projections are all that belongs to single key heads."""
+    check_linear(module, "k_proj", "v_proj")
+    for name in ("k_proj", "v_proj"):
+        extra = [part for part, _ in getattr(module, name).named_parameters() if part not in ("weight", "bias")]
+        if extra:
+            raise RefusalError(
+                f"{name} has the parameters {', '.join(extra)}, and heads are pooled in a plain weight: remove the "
+                "parametrization first, as by torch.nn.utils.parametrize.remove_parametrizations or "
+                "torch.nn.utils.prune.remove."
+            )
+    if module.score is not None:
+        try:
+            module.score.spec.bind(module.heads, kv_heads)
+        except ProblemError as error:
+            raise ProblemError(f"the score has parts of its own for key heads, which are not shared: {error}") from None
 
 
 def shared_rows(

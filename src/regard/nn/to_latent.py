@@ -19,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.describe.position import Rope
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.multi_head import MultiHeadAttention, check_input, check_linear
 from regard.nn.rope_pairs import RopePairs
 from regard.plan.checks import is_finite
 
@@ -66,6 +67,7 @@ def to_latent(
 
     Raises:
         ProblemError: the module has a part that latent attention does not support, or sizes that do not fit.
+        RefusalError: a projection has an adapter or a forward hook.
 
     Biases of keys and values stay exact: the bias of a key dim without RoPE adds the same to all scores of a query and
     cancels in the softmax; the bias of a value becomes part of the output's bias. With a sink or a softcap this is not
@@ -81,9 +83,12 @@ def to_latent(
         raise ProblemError(f"to_latent takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
     rope = _check_module(module)
     rotated = 0 if rope is None else rope.rotated
-    kept = rotated if rope_dim is None else rope_dim
+    kept = rotated if rope_dim is None else whole(rope_dim, "rope_dim", "dimensions")
+    kv_rank = whole(kv_rank, "kv_rank", "dimensions")
     if kept % 2 or not 0 <= kept <= rotated:
         raise ProblemError(f"rope_dim={rope_dim}: expected an even number from 0 to the {rotated} rotated dims.")
+    if inputs is not None:
+        check_input("inputs", inputs, f"[tokens, {module.d_model}]")
     if inputs is not None and (inputs.ndim != 2 or inputs.shape[1] != module.d_model):
         raise ProblemError(f"inputs have shape {list(inputs.shape)}: expected [tokens, {module.d_model}].")
     if inputs is not None and not (is_finite(inputs) and inputs.any()):
@@ -146,6 +151,7 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
     for name, part in unsupported.items():
         if part is not None:
             raise ProblemError(f"the module has {name}=, which latent attention does not support.")
+    check_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")
     if module.context_dim != module.d_model:
         raise ProblemError("the keys of the module come from a context: latent attention is self-attention.")
     if _bias(module.k_proj) is not None:
@@ -220,20 +226,20 @@ def _assemble(
         sink=module.sinks is not None, dropout=module.dropout, backend=module.backend,
         device=module.q_proj.weight.device, dtype=module.q_proj.weight.dtype,
     )  # fmt: skip
+    q, k, v, o = module.q_proj, module.k_proj, module.v_proj, module.o_proj
     order = torch.cat([nope_dims, rope_dims], 1).repeat_interleave(weights.group, 0)[:, :, None]  # of each query head
     gain = _gain(module, rope, nope_dims).repeat_interleave(weights.group, 0)[:, :, None]
-    _fill(made.q_proj, (weights.q.take_along_dim(order, 1) * gain).flatten(0, 1), _biases(weights.q_bias, order, gain))
-    _fill(made.kv_down, down, torch.zeros(len(down)))
-    _fill(
-        made.k_rope,
-        weights.k.take_along_dim(rope_dims[:, :, None], 1).flatten(0, 1),
-        _biases(weights.k_bias, rope_dims[:, :, None]),
-    )
-    _fill(made.k_up, up[: module.kv_heads * nope], None)
-    _fill(made.v_up, up[module.kv_heads * nope :], None)
-    _fill(made.o_proj, _wide(module.o_proj.weight), _out_bias(module, weights))
+    queries = (weights.q.take_along_dim(order, 1) * gain).flatten(0, 1)
+    _fill(made.q_proj, queries, _biases(weights.q_bias, order, gain), (q,), (q,))
+    _fill(made.kv_down, down, torch.zeros(len(down)), (k, v), (k, v))
+    rotated = weights.k.take_along_dim(rope_dims[:, :, None], 1).flatten(0, 1)
+    _fill(made.k_rope, rotated, _biases(weights.k_bias, rope_dims[:, :, None]), (k,), (k,))
+    _fill(made.k_up, up[: module.kv_heads * nope], None, (k,))
+    _fill(made.v_up, up[module.kv_heads * nope :], None, (v,))
+    _fill(made.o_proj, _wide(o.weight), _out_bias(module, weights), (o,), (o, v))
     if module.sinks is not None and made.sinks is not None:
         made.sinks.data.copy_(module.sinks.detach())
+        made.sinks.requires_grad_(module.sinks.requires_grad)
     return made.train(module.training)
 
 
@@ -258,12 +264,23 @@ def _out_bias(module: MultiHeadAttention, weights: _Weights) -> Tensor | None:
     return passed if own is None else passed + own
 
 
-def _fill(projection: nn.Linear | None, weight: Tensor, bias: Tensor | None) -> None:
+def _fill(
+    projection: nn.Linear | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    sources: tuple[nn.Linear, ...],
+    bias_sources: tuple[nn.Linear, ...] = (),
+) -> None:
+    """Set weight and bias; each is trained if that of some source is."""
     if projection is None:
         return
     projection.weight.data.copy_(weight)
+    projection.weight.requires_grad_(any(source.weight.requires_grad for source in sources))
     if bias is not None and _bias(projection) is not None:
         projection.bias.data.copy_(bias)
+        projection.bias.requires_grad_(
+            any(_bias(source) is not None and source.bias.requires_grad for source in bias_sources)
+        )
 
 
 def _output_error(module: MultiHeadAttention, made: LatentAttention, inputs: Tensor) -> float:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
-from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.multi_head import MultiHeadAttention, beyond_linear, check_input
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -36,8 +37,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     query that may see no key gives NaN in torch's module, and o_proj's bias here.
 
     Raises:
-        RefusalError: `add_bias_kv` (a learned key with a learned value; a sink has no value), or keys and values of
-            different widths.
+        RefusalError: `add_bias_kv` (a learned key with a learned value; a sink has no value), keys and values of
+            different widths, or a subclass with a forward of its own.
 
     >>> theirs, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
     >>> torch.allclose(from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
@@ -46,6 +47,11 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     m = module
     if not isinstance(m, nn.MultiheadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(f"from_torch takes a torch.nn.MultiheadAttention, and got {type(m).__name__}.")
+    if type(m).forward is not nn.MultiheadAttention.forward:
+        raise RefusalError(
+            f"{type(m).__module__}.{type(m).__name__} has a forward of its own, which may compute other outputs than "
+            "torch.nn.MultiheadAttention: convert one of these, with the weights of this module."
+        )
     if m.bias_k is not None or m.bias_v is not None:  # pyright: ignore[reportUnnecessaryComparison]
         raise RefusalError(
             "this torch.nn.MultiheadAttention was created with add_bias_kv=True: a learned key and value after the "
@@ -67,8 +73,11 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         for linear, weight, bias in zip(_inputs(ours), weights, biases, strict=True):
             _copy(linear, weight, bias)
         _copy(ours.o_proj, m.out_proj.weight, m.out_proj.bias)
-    for linear, weight in zip((*_inputs(ours), ours.o_proj), (*_owners(m), m.out_proj.weight), strict=True):
-        linear.requires_grad_(weight.requires_grad)
+    for linear, weight in zip(_inputs(ours), _owners(m), strict=True):
+        _train_as(linear.weight, weight)
+        _train_as(linear.bias, packed_bias)
+    _train_as(ours.o_proj.weight, m.out_proj.weight)
+    _train_as(ours.o_proj.bias, m.out_proj.bias)
     if ours.sinks is not None:
         ours.sinks.requires_grad_(False)
     return ours.train(m.training)
@@ -112,6 +121,12 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
         if packed_bias is not None:
             packed_bias.copy_(torch.cat([linear.bias for linear in _inputs(module)]))
         _copy(theirs.out_proj, module.o_proj.weight, module.o_proj.bias)
+    inputs = _inputs(module)
+    for owner, linear in zip(_owners(theirs), inputs, strict=True):
+        _train_as(owner, *(one.weight for one in ([linear] if packed is None else inputs)))
+    _train_as(packed_bias, *(linear.bias for linear in inputs))
+    _train_as(theirs.out_proj.weight, module.o_proj.weight)
+    _train_as(theirs.out_proj.bias, module.o_proj.bias)
     return theirs.train(module.training)
 
 
@@ -159,6 +174,7 @@ def _attn_mask(value: Tensor | None, heads: int) -> Tensor | None:
     """Broadcastable to [batch, heads, queries, keys]."""
     if value is None:
         return None
+    heads = whole(heads, "heads", "heads", least=1)
     _check_mask("attn_mask", value, (2, 3), "[queries, keys] or [batch * heads, queries, keys]")
     if value.ndim == 3 and value.shape[0] % heads:
         raise ProblemError(
@@ -177,12 +193,17 @@ def _padding(value: Tensor | None) -> Tensor | None:
 
 
 def _check_mask(name: str, value: Tensor, axes: tuple[int, ...], expected: str) -> None:
+    check_input(name, value, expected)
     if value.ndim not in axes or not (value.dtype == torch.bool or value.is_floating_point()):
         raise ProblemError(f"{name} is {value.dtype} {list(value.shape)}: expected bools or floats {expected}.")
 
 
 def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
     """Why torch's module cannot replace this one."""
+    found = {name: beyond_linear(getattr(m, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if any(found.values()):  # whose weights and biases may not even be there
+        yield from (f"{name} {reason}" for name, reason in found.items() if reason is not None)
+        return
     if m.kv_heads != m.heads:
         yield f"kv_heads={m.kv_heads}: it has a key head for each of the {m.heads} query heads"
     if m.heads * m.head_dim != m.d_model:
@@ -210,6 +231,12 @@ def _inputs(m: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 
 def _has_bias(linear: nn.Linear) -> bool:
     return cast("Tensor | None", linear.bias) is not None
+
+
+def _train_as(made: Tensor | None, *sources: Tensor | None) -> None:
+    """Let a Parameter be trained if some of the tensors that it was copied from are."""
+    if made is not None:
+        made.requires_grad_(any(source is not None and source.requires_grad for source in sources))
 
 
 def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:

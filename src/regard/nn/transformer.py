@@ -7,7 +7,7 @@ the norms) with RMSNorm and GELU. The masks, biases and positions are passed to 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,15 +19,20 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.position import Absolute, Position
 from regard.describe.suggestions import suggest_keywords
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.caches import Caches, caches_for, rollback_on_failure
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.multi_head import MultiHeadAttention, check_flags, check_input
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
 from regard.storage.codec import Codec
 from regard.storage.stored import Layout
+from regard.wide import wide_of
+
+COLDEST = 1e-30
+"""Sampling at a lower temperature is the same as at this one, which float32 has."""
 
 Attention = Callable[..., MultiHeadAttention | LatentAttention]  # (d_model, heads, **options)
 
@@ -55,12 +60,13 @@ class Block(nn.Module):
         hidden: int | None = None, skip: bool = True, mlp: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_flags(skip=skip, mlp=mlp)
         d_model = attention.d_model
         self.skip, self.attention, self.cross = skip, attention, cross
         self.attention_norm = RMSNorm(d_model)
         self.cross_norm = None if cross is None else RMSNorm(d_model)
         self.mlp_norm = RMSNorm(d_model) if mlp else None
-        w = 4 * d_model if hidden is None else hidden
+        w = 4 * d_model if hidden is None else whole(hidden, "hidden", "dimensions", least=1)
         up, down = nn.Linear(d_model, w, bias=False), nn.Linear(w, d_model, bias=False)
         self.mlp = nn.Sequential(up, nn.GELU(), down) if mlp else None
 
@@ -94,7 +100,7 @@ class Encoder(nn.Module):
 
     Args:
         vocabulary, d_model: the size of the vocabulary, and the width.
-        layers: blocks, each with `heads` query heads and `kv_heads` key heads (None: heads).
+        layers: blocks, 0 or more, each with `heads` query heads and `kv_heads` key heads (None: heads).
         position: `Rope` of a head's width, `Sinusoidal` or `Learned` of d_model, `Alibi`, `T5Bias` (one table for all
             layers), or None; no bias with `LatentAttention`. Tensors that require gradients are trained:
             `T5Bias(torch.zeros(32, heads, requires_grad=True))`.
@@ -104,6 +110,8 @@ class Encoder(nn.Module):
         attention: creates a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`; the arguments here
             override its own.
 
+    `position` and `mask` may be a `SpecModule`.
+
     >>> from regard import KeyLengths
     >>> Encoder(19, 32, layers=2, heads=4)(torch.randint(19, (2, 7)), mask=KeyLengths(torch.tensor([7, 5]))).shape
     torch.Size([2, 7, 32])
@@ -112,20 +120,24 @@ class Encoder(nn.Module):
     @suggest_keywords
     def __init__(
         self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
-        position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
+        position: Position | Bias | SpecModule[Position] | SpecModule[Bias] | None = None,
+        mask: Mask | SpecModule[Mask] | None = None, context_dim: int | None = None,
         hidden: int | None = None, skip: bool = True, mlp: bool = True, attention: Attention = MultiHeadAttention,
     ) -> None:  # fmt: skip
         super().__init__()
         self.d_model, self.embedding = d_model, nn.Embedding(vocabulary, d_model)
-        if not (position is None or isinstance(position, Position | Bias)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        spec = position.spec if isinstance(position, SpecModule) else position
+        if not (spec is None or isinstance(spec, Position | Bias)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"position is {position!r}: expected a Position or a Bias; a mask goes to mask=.")
-        self.position: SpecModule[Absolute] | None = as_module(position) if isinstance(position, Absolute) else None
-        rope = position if isinstance(position, Position) and self.position is None else None
-        bias = as_module(position) if isinstance(position, Bias) else None
+        layers = whole(layers, "layers", "blocks", least=0)
+        module = as_module(cast(Any, position))
+        self.position: SpecModule[Absolute] | None = module if isinstance(spec, Absolute) else None
+        rope = position if isinstance(spec, Position) and self.position is None else None
+        bias = module if isinstance(spec, Bias) else None
         is_latent = getattr(attention, "func", attention) is LatentAttention  # which has no bias or cross-attention
         if is_latent and bias is not None:
             raise ProblemError(
-                f"position is a bias, {type(position).__name__}, and LatentAttention has none: expected a position, "
+                f"position is a bias, {type(spec).__name__}, and LatentAttention has none: expected a position, "
                 "such as Rope(rope_dim), or None."
             )
         options = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
@@ -152,8 +164,9 @@ class Encoder(nn.Module):
         context_mask: Mask | None = None, caches: Sequence[Caches] | None = None,
     ) -> Float[Tensor, "batch tokens d_model"]:  # fmt: skip
         """[batch, tokens, d_model]; `mask` is combined with the model's by `&`; `tokens` follow those in the caches."""
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
+        _check_tokens(tokens)
+        if caches is not None:
+            _check_caches(caches, len(self.blocks))
         x = self.embedding(tokens) * self.d_model**0.5
         if self.position is not None:
             shard = token_positions()
@@ -182,14 +195,17 @@ class Decoder(nn.Module):
     @suggest_keywords
     def __init__(
         self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
-        position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
+        position: Position | Bias | SpecModule[Position] | SpecModule[Bias] | None = None,
+        mask: Mask | SpecModule[Mask] | None = None, context_dim: int | None = None,
         tied: bool = False, hidden: int | None = None, skip: bool = True, mlp: bool = True,
         attention: Attention = MultiHeadAttention,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_flags(tied=tied)
+        own = mask.spec if isinstance(mask, SpecModule) else mask
         self.body = Encoder(
             vocabulary, d_model, layers, heads, kv_heads=kv_heads, position=position,
-            mask=Causal() if mask is None else Causal() & mask, context_dim=context_dim, hidden=hidden, skip=skip,
+            mask=Causal() if own is None else Causal() & own, context_dim=context_dim, hidden=hidden, skip=skip,
             mlp=mlp, attention=attention,
         )  # fmt: skip
         self.unembedding = nn.Linear(d_model, vocabulary, bias=False)
@@ -219,8 +235,11 @@ class Decoder(nn.Module):
         generator: torch.Generator | None = None, caches: Sequence[Caches] | None = None,
     ) -> Int[Tensor, "batch count"]:  # fmt: skip
         """The most probable next tokens (sampled if temperature > 0), for prompts of one length after the caches'."""
-        if not tokens.shape[-1] or count < 0:
-            raise ProblemError(f"expected a prompt and a count from 0 up: got {list(tokens.shape)} and {count}.")
+        _check_tokens(tokens)
+        if not tokens.shape[1]:
+            raise ProblemError(f"tokens are {list(tokens.shape)}: expected a prompt of at least one token.")
+        count = whole(count, "count", least=0)
+        _check_temperature(temperature)
         caches, generated = self.caches() if caches is None else caches, [tokens[:, :0]]
         for _ in range(count):
             logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
@@ -262,9 +281,29 @@ class Transformer(nn.Module):
         )  # fmt: skip
 
 
+def _check_tokens(tokens: Tensor) -> None:
+    check_input("tokens", tokens, "of ints [batch, tokens]")
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
+
+
+def _check_caches(caches: Sequence[object], blocks: int) -> None:
+    kinds = [type(pair).__name__ for pair in caches if not isinstance(pair, Caches)]
+    if kinds or len(caches) != blocks:
+        given = f"caches has a {kinds[0]}" if kinds else f"caches has length {len(caches)}"
+        raise ProblemError(
+            f"{given}: expected a Caches for each of the {blocks} blocks, as Decoder.caches() makes them."
+        )
+
+
+def _check_temperature(temperature: object) -> None:
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature >= 0:
+        raise ProblemError(f"temperature is {temperature!r}: expected 0 for the most probable token, or more.")
+
+
 def _drawn(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    if temperature < 0:
-        raise ProblemError(f"temperature is {temperature}: expected 0 for the most probable token, or more.")
     if temperature == 0:
         return logits.argmax(dim=1, keepdim=True)
-    return torch.multinomial(torch.softmax(logits / temperature, dim=1), 1, generator=generator)
+    logits = logits.to(wide_of(logits.dtype))
+    apart = logits - logits.amax(dim=1, keepdim=True)  # at most 0: a low temperature gives -inf and no NaN
+    return torch.multinomial(torch.softmax(apart / max(temperature, COLDEST), dim=1), 1, generator=generator)
