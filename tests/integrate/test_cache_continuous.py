@@ -88,6 +88,19 @@ def test_a_model_that_attends_by_itself_is_refused(name: str):
         pass
 
 
+def test_keys_and_values_of_two_sizes_and_latents_are_refused(monkeypatch: pytest.MonkeyPatch):
+    m = on_regard("llama")
+    with pytest.raises(RefusalError, match="its cache keeps latents"), continuous_batching(on_regard("deepseek_v3")):
+        pass
+    monkeypatch.setattr(m.config, "v_head_dim", 12, raising=False)
+    with pytest.raises(RefusalError, match="keys have 8 elements and its values 12"), continuous_batching(m):
+        pass
+    assert m.config._attn_implementation == "regard"
+    monkeypatch.setattr(m.config, "v_head_dim", 8)
+    with continuous_batching(m):
+        pass
+
+
 def test_layers_that_are_not_known_there_are_refused():
     module, q = nn.Module(), torch.randn(1, 2, 3, 4)
     module.layer_idx = 0  # type: ignore[assignment]

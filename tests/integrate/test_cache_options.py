@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import (
     CompileConfig,
     Gemma4TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     MambaConfig,
     MiniMaxConfig,
@@ -22,6 +24,7 @@ from transformers import (
 import regard.integrate
 from regard import ProblemError, RefusalError, Rope
 from regard.cache import ExpectedAttention, Knorm, SinksAndRecent
+from regard.integrate import decoder
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int4, Int8
@@ -47,6 +50,29 @@ def test_it_explains_what_each_layer_keeps():
     assert first == f"Gemma3ForCausalLM, 2 layers: 32 tokens, {cache.bytes:,} bytes"
     assert "exactly, 256 bytes a token: tensors" in sliding  # 2 heads of 16 channels of 4 bytes, keys and values
     assert "72 bytes a token: stored tensors" in full  # 2 heads of 16 + 16 codes, and 2 + 2 bytes of scales
+
+
+def test_it_counts_the_tokens_of_windows_of_a_fixed_size():
+    m, cache = on_regard("mistral"), regard_cache(model("mistral"), layout=Contiguous(capacity=24))
+    written(m, prompt(), cache)
+    assert cache.explain().splitlines() == [
+        "MistralForCausalLM, 2 layers: 21 tokens, 2,560 bytes",
+        "  0-1  sliding attention  fixed in size, 128 bytes a token: tensors",
+    ]
+
+
+def test_sizes_that_are_the_same_for_all_layers_may_come_once(monkeypatch: pytest.MonkeyPatch):
+    """As transformers gives them up to 5.18."""
+    of_layers = decoder.get_layer_types_and_kwargs
+
+    def of_all(config: Any) -> Any:
+        kinds, details = of_layers(config)
+        return kinds, {name: size for each in details for name, size in each.items()}
+
+    m = on_regard("mistral")
+    expected = written(m, prompt(), regard_cache(m))[0]
+    monkeypatch.setattr(decoder, "get_layer_types_and_kwargs", of_all)
+    assert written(m, prompt(), regard_cache(m))[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -196,6 +222,20 @@ def test_a_full_cache_is_a_problem_and_loses_nothing():
     assert int(cache.get_seq_length()) == 15
 
 
+@pytest.mark.parametrize("name", ["mistral", "llama4"])
+def test_memory_smaller_than_a_window_or_chunk_is_a_problem_when_it_is_full(name: str):
+    """They are of 5 tokens."""
+    m, ids, cache = on_regard(name), prompt(), regard_cache(model(name), layout=Contiguous(capacity=4))
+    with torch.no_grad():
+        expected = m(ids[:, :4], use_cache=False).logits
+        found = [m(ids[:, :3], **with_cache(cache)).logits, m(ids[:, 3:4], **with_cache(cache)).logits]
+        with pytest.raises(ProblemError, match=r"room for 4 tokens, and 4 \+ 1 are 5"):
+            m(ids[:, 4:5], **with_cache(cache))
+    assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)
+    assert {int(layer.get_seq_length()) for layer in cache.layers} == {4}
+    assert repr(cache.layers[0]) == "FixedWindowLayer(4 tokens, memory for 4)"
+
+
 def test_gradients_do_not_go_through_a_cache():
     with pytest.raises(ProblemError, match=r"torch\.no_grad"):
         on_regard("llama")(prompt(), **with_cache(regard_cache(model("llama"))))
@@ -223,12 +263,18 @@ def kept(cache: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [{}, {"layout": Paged(3)}, {"codec": INT8}, {"layout": Contiguous(capacity=24)}],
-    ids=["growing", "paged", "int8", "fixed"],
+    ("name", "words"),
+    [
+        ("llama", {}),
+        ("llama", {"layout": Paged(3)}),
+        ("llama", {"codec": INT8}),
+        ("llama", {"layout": Contiguous(capacity=24)}),
+        ("mistral", {"layout": Contiguous(capacity=24)}),
+    ],
+    ids=["growing", "paged", "int8", "fixed", "fixed windows"],
 )
-def test_rows_are_put_in_order_repeated_and_left_out(words: dict[str, Any]):
-    m, cache = on_regard("llama"), regard_cache(model("llama"), **words)
+def test_rows_are_put_in_order_repeated_and_left_out(name: str, words: dict[str, Any]):
+    m, cache = on_regard(name), regard_cache(model(name), **words)
     with torch.no_grad():
         m(prompt(3, 19), **with_cache(cache))
     first = kept(cache).unflatten(0, (2, 3))
@@ -260,6 +306,53 @@ def test_the_last_tokens_can_be_taken_back(words: dict[str, Any]):
         cache.crop(5)
     cache.crop(-99)
     assert int(cache.get_seq_length()) == 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_a_window_or_chunk_of_a_fixed_size_takes_tokens_back_until_one_has_left_it(name: str):
+    """They are of 5 tokens."""
+    m, ids, cache = on_regard(name), prompt(), regard_cache(model(name), layout=Contiguous(capacity=24))
+    with torch.no_grad():
+        whole = m(ids, use_cache=False).logits
+        m(torch.cat([ids[:, :2], tokens(2, 3)], dim=1), **with_cache(cache))
+        cache.crop(-3)
+        assert torch.allclose(m(ids[:, 2:], **with_cache(cache)).logits, whole[:, 2:], atol=1e-5)
+        with pytest.raises(ProblemError, match=r"crop\(-1\): the first 8 of 13 tokens have left the window of 5"):
+            cache.crop(-1)
+        assert {int(layer.get_seq_length()) for layer in cache.layers} == {13}
+        cache.crop(0)
+        cache.crop(-99)
+        assert {int(layer.get_seq_length()) for layer in cache.layers} == {0}
+        assert torch.allclose(m(ids, **with_cache(cache)).logits, whole, atol=1e-5)
+
+
+def test_states_of_linear_attention_do_not_go_back():
+    m = qwen3_next(layer_types=["full_attention", "linear_attention"])
+    cache = regard_cache(m)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        m(prompt(), **with_cache(cache))
+    with pytest.raises(ProblemError, match=r"crop\(-2\): layers 1 of Qwen3NextForCausalLM keep a state.*reset"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == 13
+
+
+def test_states_of_a_convolution_go_back_where_they_were_recorded():
+    torch.manual_seed(3)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Lfm2Config(**sizes, **heads, layer_types=["full_attention", "conv"])
+    m, ids = use_regard(Lfm2ForCausalLM(config).eval()), prompt()
+    cache, recording = regard_cache(m), regard_cache(m)
+    recording.activate_past_recording()
+    with torch.no_grad():
+        m(ids, **with_cache(cache))
+        with pytest.raises(ProblemError, match=r"layers 1 of Lfm2ForCausalLM keep a state.*activate_past_recording"):
+            cache.crop(-2)
+        assert cache.get_seq_length() == 13
+        whole = m(ids, **with_cache(recording)).logits
+        recording.crop(-2)
+        assert torch.allclose(m(ids[:, 11:], **with_cache(recording)).logits, whole[:, 11:], atol=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -294,16 +387,20 @@ def test_after_a_reset_it_starts_anew(name: str, words: dict[str, Any]):
     assert torch.equal(again[1], first[1])
 
 
-def test_after_a_reset_layers_of_linear_attention_take_a_batch_of_another_size():
+def qwen3_next(layer_types: list[str]) -> Any:
     torch.manual_seed(3)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 16)
     heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads"), 2)
     heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_key_value_heads": 1, "head_dim": 8}
     config = Qwen3NextConfig(
-        **sizes, **heads, vocab_size=VOCABULARY, num_hidden_layers=4, num_experts=2, num_experts_per_tok=1,
-        shared_expert_intermediate_size=16,
+        **sizes, **heads, vocab_size=VOCABULARY, num_hidden_layers=len(layer_types), layer_types=layer_types,
+        num_experts=2, num_experts_per_tok=1, shared_expert_intermediate_size=16,
     )  # fmt: skip
-    m = use_regard(Qwen3NextForCausalLM(config).eval())
+    return use_regard(Qwen3NextForCausalLM(config).eval())
+
+
+def test_after_a_reset_layers_of_linear_attention_take_a_batch_of_another_size():
+    m = qwen3_next(["linear_attention"] * 3 + ["full_attention"])
     cache = regard_cache(m)
     written(m, prompt(1), cache)
     cache.activate_past_recording()

@@ -1,5 +1,6 @@
 """Models with regard's attention give what they give with transformers' eager attention."""
 
+import re
 import sys
 from types import ModuleType
 from typing import Any, cast
@@ -438,6 +439,12 @@ def test_a_mask_for_one_key_stands_for_all_of_them():
     q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4)
     given = LayerMask(Causal(), (1, 1, 1, 1), 0, "cpu")
     assert torch.equal(attention(Plain(), q, k, k, given)[0], attention(Plain(), q, k, k, None)[0])
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 9, 9)])
+def test_a_mask_of_another_number_of_dimensions_is_a_problem(shape: tuple[int, ...]):
+    with pytest.raises(ProblemError, match=re.escape(f"attention_mask is {list(shape)}: expected [batch, tokens]")):
+        use_regard(model("llama"))(tokens(2, 9), attention_mask=torch.ones(shape, dtype=torch.int64))
 
 
 def test_a_mask_of_integers_is_a_problem():

@@ -36,7 +36,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import EvictingLayer
 from regard.integrate.cache_explain import bytes_of, explanation
 from regard.integrate.cache_file import ids_of, write_cache
-from regard.integrate.cache_fixed import FixedLayer, check_form
+from regard.integrate.cache_fixed import FixedLayer, FixedWindowLayer, check_form
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import CrossLayer, StoredLayer, WindowLayer, of_one_type
 from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
@@ -220,11 +220,13 @@ class RegardCache(DynamicCache):
         """Remove the last tokens in all layers; their count is a negative number.
 
         Raises:
-            ProblemError: a layer no longer keeps the tokens that the next one would look back on; no layer is changed.
+            ProblemError: a layer no longer keeps the tokens that the next one would look back on, or its state, as of
+                linear attention, does not go back; no layer is changed.
         """
         for layer in self.layers:
-            if isinstance(layer, StoredLayer):
+            if isinstance(layer, StoredLayer | FixedLayer):
                 layer.check_crop(tokens_to_remove)
+        self._check_states(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
@@ -255,6 +257,20 @@ class RegardCache(DynamicCache):
 
     __str__ = __repr__
 
+    def _check_states(self, tokens_to_remove: int) -> None:
+        """Raise `ProblemError` if transformers' own layers cannot go back, or do not record what they need for it."""
+        numbered = enumerate(cast("list[Any]", self.layers))
+        own = {i: layer for i, layer in numbered if not isinstance(layer, StoredLayer | FixedLayer | CrossLayer)}
+        without = [i for i, layer in own.items() if not layer.is_croppable]
+        unprepared = [i for i, layer in own.items() if not getattr(layer, "record_past", True)]
+        if without or unprepared:
+            record = "call activate_past_recording() before you append tokens that may be removed again"
+            raise ProblemError(
+                f"crop({tokens_to_remove}): layers {ranges(without or unprepared)} of {self.decoder.name} keep a state "
+                "of all tokens, from which the last ones cannot be removed: "
+                f"{'start anew, with reset()' if without else record}."
+            )
+
     def _new(self, index: int, options: CacheOptions, kind: str, details: dict[str, Any]) -> Any:
         """The cache of a layer, marked as that layer's."""
         layer = self._layer(index, options, kind, details)
@@ -275,7 +291,8 @@ class RegardCache(DynamicCache):
         if (capacity := self.options.capacity) is not None:
             if kind == "full_attention":
                 return FixedLatentLayer(capacity, read) if is_latent else FixedLayer(capacity)
-            return STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=capacity, **details)
+            static = FixedWindowLayer if kind in SLIDING else STATIC_LAYER_TYPE_MAPPING[kind]
+            return static(max_cache_len=capacity, **details)
         if kind == "full_attention" and self.options.evicts:
             return (EvictingLatentLayer if is_latent else EvictingLayer)(make, read)
         if kind == "full_attention":

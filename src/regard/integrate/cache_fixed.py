@@ -1,10 +1,10 @@
-"""A layer of a cache in memory of a fixed size, as `torch.compile` needs it: transformers' own, with checks."""
+"""Layers of a cache in memory of a fixed size, as `torch.compile` needs it: transformers' own, with checks."""
 
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from regard.cache.store import describe_tensor
 from regard.errors import ProblemError
@@ -26,13 +26,16 @@ class FixedLayer(StaticLayer):
             ProblemError: they exceed the capacity; the cache is unchanged. Checked on the CPU, outside of graphs.
         """
         check_form(self, key_states, value_states)
-        if not torch.compiler.is_compiling() and key_states.device.type == "cpu":
-            check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
+        self._check_room(key_states)
         return super().update(key_states, value_states)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and change nothing."""
+        check_crop(tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, whose count is a negative number: the next tokens overwrite them."""
-        check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -47,6 +50,52 @@ class FixedLayer(StaticLayer):
 
     def __repr__(self) -> str:
         return f"FixedLayer({int(self.cumulative_length):,} tokens of {self.max_cache_len:,})"
+
+    def _check_room(self, new: Tensor) -> None:
+        if not torch.compiler.is_compiling() and new.device.type == "cpu":
+            check_room(int(self.cumulative_length), new.shape[2], self.max_cache_len)
+
+
+class FixedWindowLayer(FixedLayer, StaticSlidingWindowLayer):
+    """One layer's keys and values of a window, or a chunk, in memory of a fixed size.
+
+    Memory of the whole window never gets full: the first tokens leave it. Memory smaller than the window keeps all
+    tokens, so an error says when it is full.
+
+    Args:
+        max_cache_len: the capacity in tokens; more than the window are never kept.
+        sliding_window: tokens that a query sees, itself included.
+    """
+
+    def __init__(self, max_cache_len: int, sliding_window: int, **kwargs: Any) -> None:
+        super().__init__(max_cache_len, sliding_window)
+        self.sliding_window = sliding_window
+
+    @property
+    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no token ever leaves, so that the last ones can always be removed."""
+        return self.max_cache_len < self.sliding_window
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        super().check_crop(tokens_to_remove)
+        seen, kept = self.cumulative_length_int, self.max_cache_len
+        if tokens_to_remove and seen > kept and seen + tokens_to_remove > 0:
+            raise ProblemError(
+                f"crop({tokens_to_remove}): the first {seen - kept} of {seen} tokens have left the window of {kept}, "
+                "in memory of a fixed size, so none can be removed. Take Contiguous() and activate_past_recording(), "
+                "or call reset()."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.cumulative_length_int = max(self.cumulative_length_int + tokens_to_remove, 0)
+
+    def __repr__(self) -> str:
+        return f"FixedWindowLayer({self.cumulative_length_int:,} tokens, memory for {self.max_cache_len:,})"
+
+    def _check_room(self, new: Tensor) -> None:
+        if self.is_croppable:
+            check_room(self.cumulative_length_int, new.shape[2], self.max_cache_len)
 
 
 def check_form(layer: StaticLayer, k: Tensor, v: Tensor) -> None:

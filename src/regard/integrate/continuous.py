@@ -27,6 +27,7 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.implementation import check_keywords, implementation_of, sink_of
+from regard.integrate.latent import latent_modules
 from regard.integrate.transformers import check_model
 
 NAME = "paged|eager"
@@ -48,8 +49,10 @@ def continuous_batching(model: Any) -> Generator[None]:
 
     Raises:
         ProblemError: not a model of transformers, or one that computes attention by itself.
+        RefusalError: a model whose keys and values are of two sizes, or are latents: transformers cannot store them.
     """
     check_model(model)
+    _check_sizes(model)
     before = implementation_of(model.config)
     with _registered():
         model.set_attn_implementation(NAME)
@@ -57,6 +60,25 @@ def continuous_batching(model: Any) -> Generator[None]:
             yield
         finally:
             model.set_attn_implementation(before)
+
+
+def _check_sizes(model: Any) -> None:
+    """Raise `RefusalError` unless keys and values have one size, as the pages of transformers do.
+
+    The generation loop of transformers would write the error to the log, and return requests without tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    qk_dim, v_dim = getattr(config, "head_dim", None), getattr(config, "v_head_dim", None)
+    if latent_modules(model):
+        what = "its cache keeps latents (MLA)"
+    elif v_dim not in (None, qk_dim):
+        what = f"its keys have {qk_dim} elements and its values {v_dim}"
+    else:
+        return
+    raise RefusalError(
+        f"{type(model).__name__} in continuous_batching(): {what}, and the pages of transformers store keys and values "
+        "of one size, [kv_heads, head_dim]. Call generate() in place of generate_batch(), outside of the block."
+    )
 
 
 @contextmanager

@@ -89,7 +89,11 @@ CROSS = "cross_attention"
 
 def layers_of(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """(kinds, their sizes) of a decoder's layers: as transformers names them, or `CROSS`."""
+    kinds: list[str]
+    details: Any
     kinds, details = get_layer_types_and_kwargs(config)
+    if isinstance(details, dict):  # up to transformers 5.18 the same for all layers
+        details = [details] * len(kinds)
     crossing = getattr(config, "cross_attention_layers", None) or ()
     return [CROSS if i in crossing else kind for i, kind in enumerate(kinds)], details
 

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_tracing
 
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
-from regard.errors import RefusalError
+from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import latest
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
@@ -61,8 +61,14 @@ def mask(
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
 
     Raises:
+        ProblemError: an attention mask that is not [batch, tokens]. One of four dimensions does not come here.
         RefusalError: in `sharded_masks`, for a model that computes with its masks.
     """
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ProblemError(
+            f"attention_mask is {list(attention_mask.shape)}: expected [batch, tokens], or four dimensions, [batch, "
+            "heads, queries, keys]."
+        )
     make = None
     if not is_compiling():  # dynamo cannot trace these
         latest.set(None)  # a pass begins: the one before may have failed in front of its attention
