@@ -89,14 +89,15 @@ def _unchecked(out: Tensor, lse: Tensor) -> State:
     [
         (lambda q: q, r"a tensor torch.float32 \[1, 4, 5, 8\]"),
         (lambda q: None, "None"),
-        (lambda q: State(q[:, :1], q[:, :1, :, 0]), r"State of out torch.float32 \[1, 1, 5, 8\] and lse \[1, 1, 5\]"),
+        (lambda q: State(q[:, :1], q[:, :1, :, 0]), r"State of out torch.float32 \[1, 1, 5, 8\] and lse .*\[1, 1, 5\]"),
         (lambda q: State(q[..., :3], q[..., 0]), r"State of out torch.float32 \[1, 4, 5, 3\]"),
         (lambda q: State(q.double(), q[..., 0]), "State of out torch.float64"),
-        (lambda q: _unchecked(q, q[..., :1, 0]), r"State of .* and lse \[1, 4, 1\]"),
+        (lambda q: _unchecked(q, q[..., :1, 0]), r"State of .* and lse torch.float32 \[1, 4, 1\]"),
+        (lambda q: State(q, q[..., 0].half()), r"State of .* and lse torch.float16 \[1, 4, 5\]"),
     ],
 )
 def test_a_result_that_is_no_state_of_the_call_is_an_error(result: Any, found: str):
-    expected = r"expected a State of out torch.float32 \[1, 4, 5, 8\] and lse \[1, 4, 5\]"
+    expected = r"expected a State of out torch.float32 \[1, 4, 5, 8\] and lse torch.float32 \[1, 4, 5\]"
     with pytest.raises(ProblemError, match=rf"^The backend 'wrong' returned {found}.*: {expected}"):
         attend(Q, K, K, backend=Wrong(result=result))
 

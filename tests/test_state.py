@@ -61,6 +61,18 @@ def test_far_apart_states_do_not_overflow():
     assert (b | a).lse.item() == 1e4
 
 
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [(torch.float32, torch.float64), (torch.bfloat16, torch.float32), (torch.float16, torch.float64)],
+)
+def test_states_of_two_dtypes_merge_to_the_wider_one(narrow: torch.dtype, wide: torch.dtype):
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    a, b = (attend_state(q.to(dtype), k.to(dtype), k.to(dtype)) for dtype in (narrow, wide))
+    for merged in (a | b, b | a):
+        assert (merged.out.dtype, merged.lse.dtype) == (wide, b.lse.dtype)
+    assert torch.equal((a | b).out, (b | a).out)
+
+
 def test_merging_is_differentiable():
     a, b = random_state(), random_state()
 

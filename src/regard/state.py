@@ -38,7 +38,10 @@ class State:
     lse: Float[Tensor, "batch heads queries"]
 
     def __or__(self, other: "State") -> "State":
-        """The state over the keys of both, which must be different keys. Differentiable in all four tensors."""
+        """The state over the keys of both, which must be different keys. Differentiable in all four tensors.
+
+        States of two dtypes merge to the wider one.
+        """
         if not isinstance(other, State):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"a State merges with a State, and the right side of | is {type(other).__name__}.")
         self._check()
@@ -54,7 +57,8 @@ class State:
         empty = total == 0
         safe = torch.where(empty, 1.0, total)
         lse = torch.where(empty, -torch.inf, top + torch.log(safe))
-        return State((self._weighed(mine / safe) + other._weighed(yours / safe)).to(self.out.dtype), lse)
+        dtype = torch.promote_types(self.out.dtype, other.out.dtype)
+        return State((self._weighed(mine / safe) + other._weighed(yours / safe)).to(dtype), lse)
 
     def with_sink(self, logits: Float[Tensor, " heads"]) -> Float[Tensor, "batch heads queries v_dim"]:
         """The output when each head also attends to a column of score `logits[head]` without a value.

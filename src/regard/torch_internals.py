@@ -295,6 +295,11 @@ def guard_of(*tensors: Tensor, free: Sequence[int | None] = ()) -> Callable[...,
     return check if check(*tensors) else None
 
 
+attention_of_functional: Callable[..., Tensor] = _find(
+    "torch._C._nn.scaled_dot_product_attention", None, _NO_EVERYWHERE
+)
+"""`torch.nn.functional.scaled_dot_product_attention`, also where a program put another there; torch 2.0."""
+
 encoder_layer_of_torch: Callable[..., Tensor] = _find("torch._transformer_encoder_layer_fwd", None, _NO_EVERYWHERE)
 """`torch.nn.TransformerEncoderLayer` in one C++ function, for inference; torch 1.12."""
 
@@ -404,14 +409,17 @@ def check_replaceable() -> None:
         )
 
 
-def replace_in_torch(function: Any, replacement: Any, module: Any = torch) -> None:
-    """Let `module.NAME`, where NAME is that of a builtin function, be another; TorchScript compiles the builtin still.
+def replace_in_torch(function: Any, own: Any, on: bool, module: Any = torch) -> None:
+    """Let `module.NAME`, where NAME is that of a builtin function, be `own`, or the builtin again.
 
-    (`torch.jit._builtins._register_builtin`; torch 1.6.)
+    What a program put there stays. TorchScript compiles the builtin still (`torch.jit._builtins._register_builtin`;
+    torch 1.6).
     """
     name = function.__name__
-    setattr(module, name, replacement)
-    _register_builtin(replacement, f"aten::{name}")
+    _register_builtin(own, f"aten::{name}")
+    present = getattr(module, name)
+    if present is function or present is own:
+        setattr(module, name, own if on else function)
 
 
 DYNAMO_LISTS_ATTRIBUTES = VERSION >= (2, 12)

@@ -296,6 +296,36 @@ def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pyte
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(), remembered, strict=True))
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "table"])
+def test_what_a_large_problem_reads_again_must_not_be_written_to_before_the_backward_pass(
+    which: str, monkeypatch: pytest.MonkeyPatch
+):
+    from regard.backend import tiled
+
+    monkeypatch.setattr(tiled, "REMEMBERED", 0)
+    leaf = torch.randn(1, 1, 16, 8, requires_grad=True)
+    read = {"q": leaf * 1, "k": leaf * 1, "v": leaf * 1, "table": torch.randn(16, 16)}
+    out = attend(*(read[name] for name in "qkv"), bias=TensorBias(read["table"]), backend="reference")
+    read[which].mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_what_a_large_problem_reads_again_may_be_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
+    from regard.backend import tiled
+
+    with torch.inference_mode():
+        q, table = torch.randn(1, 1, 16, 8), torch.randn(16, 16)
+    k = torch.randn(1, 1, 16, 8, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(attend(q, k, k, bias=TensorBias(table), backend="reference").sin().sum(), k)[0]
+
+    remembered = gradient()
+    monkeypatch.setattr(tiled, "REMEMBERED", 0)
+    torch.testing.assert_close(gradient(), remembered)
+
+
 def test_dropout_is_seeded_by_torchs_generator_and_keeps_the_mean():
     q, k, v = torch.randn(1, 1, 64, 8), torch.randn(1, 1, 512, 8), torch.ones(1, 1, 512, 4)
 

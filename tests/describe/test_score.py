@@ -344,6 +344,18 @@ def test_heads_taken_one_by_one_are_heads_taken_at_once(monkeypatch: pytest.Monk
         assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(found, expected, strict=True)), name
 
 
+def test_weights_of_heads_taken_one_by_one_must_not_be_written_to_before_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(tiled, "SLAB", 100)
+    q, k, v = small()
+    weights = normal(6, 3)
+    out = attend(q, k, v, score=Additive(normal(6, 3, 5), normal(2, 3, 5), weights), backend="reference")
+    weights.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_explain_says_what_is_done_to_a_score_and_what_it_costs():
     q, k, v = (t.detach() for t in small(q_dim=3, k_dim=7))
     plan = explain(q, k, v, score=scores(q_dim=3, k_dim=7)["bilinear"])

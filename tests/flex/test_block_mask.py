@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,11 +94,29 @@ def test_lists_for_all_rows_decide_whoever_made_them_and_whatever_was_called_bef
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), exact)
 
 
-def test_lists_that_are_written_to_are_read_again():
-    made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)
-    compared(made)
+def writing_in_place(made: BlockMask) -> None:
     made.kv_num_blocks[0, 0, 2] = 0
-    compared(made)
+
+
+def writing_through_data(made: BlockMask) -> None:
+    made.kv_num_blocks.data[0, 0, 2] = 0
+
+
+def replacing(made: BlockMask) -> None:
+    assert made.full_kv_num_blocks is not None
+    made.full_kv_num_blocks = made.full_kv_num_blocks.clone()
+    made.full_kv_num_blocks = made.full_kv_num_blocks * 0  # often with the id of the list that was read
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("change", [writing_in_place, writing_through_data, replacing])
+def test_lists_that_are_changed_are_read_again(change: Callable[[BlockMask], None], inference: bool):
+    with torch.inference_mode(inference):
+        for _ in range(5):
+            made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)
+            compared(made)
+            change(made)
+            compared(made)
 
 
 def test_a_function_may_be_replaced():

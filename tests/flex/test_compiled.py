@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.variables import higher_order_ops
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from regard.flex import AuxRequest, BlockMask, create_block_mask, flex_attention
+from regard.torch_internals import VERSION
 from tests.flex.definition import Mod
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own
@@ -159,6 +162,47 @@ def test_lists_that_differ_from_the_function_decide():
         return [flex_attention(q, k, v, block_mask=mask)]
 
     assert_same(run, compiled(run), tensors(), [])
+
+
+def replaced(mask: BlockMask) -> None:
+    mask.full_kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+
+
+def written_to(mask: BlockMask) -> None:
+    mask.kv_num_blocks[..., 2] = 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("change", [replaced, written_to])
+def test_lists_that_are_changed_decide(change: Any, inside: bool):
+    options = {"compute_dq_write_order": True} if VERSION >= (2, 13) and not inside else {}  # of torch's own function
+    outer = create_block_mask(MASK_MODS["causal"], None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=BLOCK, **options)
+    change(outer)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        mask = outer
+        if inside:
+            mask = blocks(MASK_MODS["causal"])
+            change(mask)
+        return [flex_attention(q, k, v, block_mask=mask)]
+
+    assert not torch.allclose(run(*tensors())[0], flex_attention(*tensors(), block_mask=blocks(MASK_MODS["causal"])))
+    assert_same(run, compiled(run), tensors(), [])
+
+
+def test_lists_that_follow_from_their_function_are_not_made():
+    sizes: list[int] = []
+
+    def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
+        sizes.extend(node.meta["val"].numel() for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+        return make_boxed_func(graph)
+
+    def run(q: Tensor) -> Tensor:
+        return flex_attention(q, q, q, block_mask=blocks(MASK_MODS["causal"]))
+
+    q = tensors()[0].detach()
+    torch.testing.assert_close(compiled(run, backend=aot_autograd(fw_compiler=seen))(q), run(q))
+    assert max(sizes) == q.numel()  # no element for each pair
 
 
 def test_a_second_block_mask_of_the_same_kind_is_not_compiled_again():

@@ -113,6 +113,38 @@ def test_a_bias_of_every_pair_is_computed_in_pieces(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+def test_a_table_beside_a_computed_bias_is_taken_by_rows_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    q, k, v = tensors()
+    table, position = torch.randn(TOKENS, TOKENS, requires_grad=True), torch.rand(TOKENS)
+    mod = lambda s, b, h, q, k: s + table[q, k] - position[q] * position[k]  # noqa: E731
+    whole = flex_attention(q, k, v, mod, MASK)
+    monkeypatch.setattr(call, "MOST_BIAS", 20 * TOKENS)
+    pieces = flex_attention(q, k, v, mod, MASK)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+    for one, other in zip(
+        *(torch.autograd.grad(out.square().sum(), [q, k, v, table]) for out in (whole, pieces)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("which", ["computed", "table", "mask"])
+def test_what_a_piece_reads_again_must_not_be_written_to_before_the_backward_pass(
+    which: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(call, "MOST_BIAS", 20 * TOKENS)
+    q, k, v = tensors()
+    read = {
+        "computed": torch.rand(TOKENS), "table": torch.randn(TOKENS, TOKENS), "mask": torch.arange(TOKENS) // 40,
+    }  # fmt: skip
+    mask = create_block_mask(
+        lambda b, h, q, k: read["mask"][q] == read["mask"][k], None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=32
+    )
+    out = flex_attention(q, k, v, lambda s, b, h, q, k: s + read["table"][q, k] + read["computed"][q] * k.sin(), mask)
+    read[which].mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_the_output_is_laid_out_as_the_query():
     x = torch.randn(2, TOKENS, 2, 16)
     q = x.transpose(1, 2)

@@ -204,6 +204,14 @@ def test_torch_exports_the_same_call_by_itself(name: str, version: int):
     check(program, fn, inputs, others)
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_without_a_root_is_exported(scale: float):
+    fn, inputs, *_ = masked(Causal(), scale=scale)
+    for version in VERSIONS:
+        check(export(Model(fn).eval(), inputs, opset_version=version, verbose=False), fn, inputs)
+    check(torch.onnx.export(Model(fn).eval(), inputs, dynamo=True, opset_version=18, verbose=False), fn, inputs)
+
+
 def test_attributes_say_what_the_standard_has_an_attribute_for():
     found = {}
     for version in VERSIONS:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,74 @@ def test_the_report_prints_what_was_caught_and_how_much_faster(capsys: pytest.Ca
     assert decide.DROPOUT in printed
     assert printed.strip() == str(caught)
     assert caught.rows[0].ratio is not None
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
+    """Replaces a function of torch, as a program may; the calls are noted."""
+
+    def patch(name: str) -> list[int]:
+        calls, replaced = list[int](), getattr(F, name)
+
+        def own(query: Tensor, *arguments: Any, **options: Any) -> Any:
+            calls.append(query.shape[-2])
+            return replaced(query, *arguments, **options)
+
+        monkeypatch.setattr(F, name, own)
+        return calls
+
+    return patch
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_function_that_a_program_put_in_the_place_of_torchs_stays(inside: bool, patched: Any):
+    q, k, v = qkv()
+    with regard.everywhere() if inside else nullcontext():
+        calls = patched("scaled_dot_product_attention")
+    own = F.scaled_dot_product_attention
+    with regard.everywhere() as caught:
+        assert F.scaled_dot_product_attention is own
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q.as_subclass(type("Own", (Tensor,), {})), k, v)
+        assert F.scaled_dot_product_attention is own
+    assert F.scaled_dot_product_attention is own
+    assert calls == [256, 256]
+    assert any(row.form.why is None for row in caught.rows)
+
+
+def test_a_program_that_replaced_torchs_function_before_regard_was_imported_keeps_its_own():
+    program = (
+        "import torch, torch.nn.functional as F\n"
+        "replaced, calls = F.scaled_dot_product_attention, []\n"
+        "def scaled_dot_product_attention(*arguments):\n    calls.append(1)\n    return replaced(*arguments)\n"
+        "F.scaled_dot_product_attention = scaled_dot_product_attention\n"
+        "import regard\n"
+        "q = torch.ones(1, 2, 8, 8)\n"
+        "with regard.everywhere():\n    F.scaled_dot_product_attention(q, q, q)\n"
+        "print(len(calls), F.scaled_dot_product_attention is scaled_dot_product_attention)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1", "True"]
+
+
+def test_a_forward_of_multi_head_attention_that_a_program_put_there_stays(patched: Any):
+    calls, layer, x = patched("multi_head_attention_forward"), nn.MultiheadAttention(8, 2), of_size(5, 1, 8)
+    own = F.multi_head_attention_forward
+    with regard.everywhere(report=True):
+        layer(x, x, x)
+    assert F.multi_head_attention_forward is own
+    assert len(calls) == 1
+
+
+def test_the_inner_of_two_reports_leaves_the_outer_one_counting():
+    layer, x = nn.MultiheadAttention(128, 4, batch_first=True), of_size(2, 256, 128)
+    before = F.multi_head_attention_forward
+    with regard.everywhere(report=True) as outer:
+        with regard.everywhere(report=True) as inner:
+            layer(x, x, x)
+        layer(x, x, x)
+    assert [sum(row.calls for row in each.rows) for each in (inner, outer)] == [1, 2]
+    assert F.multi_head_attention_forward is before
 
 
 @pytest.mark.exhaustive

@@ -123,6 +123,12 @@ def test_nothing_is_scheduled_of_nothing(queries: int, keys: int):
     assert (s.pairs, s.tiles, s.keys_read) == (0, (0, 0, 0), 0)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_the_mask_of_nothing_in_full_has_the_sizes_of_the_call(queries: int, keys: int):
+    kept = schedule(Causal(), batch=1, heads=1, queries=queries, keys=keys, offset=0, tile=64).keep()
+    assert kept.shape == (1, 1, queries, keys)
+
+
 def test_covered_counts_whole_tiles():
     s = made(Causal(), 20, 20, 0, 8)
     assert s.covered == BATCH * HEADS * (8 * 8 + 8 * 16 + 4 * 20)

@@ -20,7 +20,8 @@ class Kernel(Protocol):
     def __call__(self, operands: Operands, /) -> State:
         """The state over all keys: dropout applied, the sink folded into `out` (before it is rounded), not into `lse`.
 
-        Differentiable in all operands if the problem says that gradients flow (`Problem.grad`).
+        `out` in the type of q, `lse` in float32, or float64 for float64. Differentiable in all operands if the problem
+        says that gradients flow (`Problem.grad`).
         """
         ...
 

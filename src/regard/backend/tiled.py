@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Backend, Kernel
 from regard.backend.tile_products import products, weighted_values
-from regard.describe.bias import values_of
+from regard.describe.bias import Bias, values_of
 from regard.describe.score import Score
 from regard.describe.score_function import ScoreFunction
 from regard.plan.checks import is_finite
@@ -125,17 +125,27 @@ def _map(block: _Block) -> State:
     problem, schedule = block.problem, block.schedule
     again = problem.grad and not problem.transformed and schedule.covered * _per_pair(problem) > REMEMBERED
 
-    def tile(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def tile(t: int, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         state = _tile(block._replace(k=k, v=v), t)
         return state.out, state.lse
 
     def remembered(t: int) -> State:
         if not again:
             return State(*tile(t, block.k, block.v))
+        others = _unchanged(block.q, block.operands.bias, block.score)
         keep_rng = problem.dropout > 0
-        return State(*checkpoint(tile, t, block.k, block.v, use_reentrant=False, preserve_rng_state=keep_rng))
+        return State(*checkpoint(tile, t, block.k, block.v, *others, use_reentrant=False, preserve_rng_state=keep_rng))
 
     return _joined([remembered(t) for t in range(schedule.query_tiles)], dim=2)
+
+
+def _unchanged(*read: Tensor | Bias | Score | None) -> list[Tensor]:
+    """What must be unchanged until the backward pass reads it again: torch raises an error if an argument is not.
+
+    Inference tensors are left out, as they have no version.
+    """
+    tensors = [t for each in read if each is not None for t in ([each] if isinstance(each, Tensor) else each.tensors())]
+    return [t for t in tensors if not t.is_inference()]
 
 
 def _tile(block: _Block, t: int) -> State:
@@ -238,13 +248,15 @@ def _by_head(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
     again = block.problem.grad and not block.problem.transformed
     compute = partial(checkpoint, _of_head, use_reentrant=False, preserve_rng_state=False) if again else _of_head
     group = q.shape[1] // k.shape[1]
+    scores = [score.of_head(h) for h in range(q.shape[1])]
     rows = [
-        [compute(score.of_head(h), q[b, h], k[b, h // group]) for h in range(q.shape[1])] for b in range(q.shape[0])
+        [compute(own, q[b, h], k[b, h // group], *_unchanged(own)) for h, own in enumerate(scores)]
+        for b in range(q.shape[0])
     ]
     return torch.stack([torch.stack(row) for row in rows])
 
 
-def _of_head(score: Score, q: Tensor, k: Tensor) -> Tensor:
+def _of_head(score: Score, q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
     return score.compare(q[None, None, None], k[None, None, None])[0, 0, 0]
 
 

@@ -20,6 +20,7 @@ from regard.plan.lower import gathered
 from regard.plan.problem import Operands, Problem
 from regard.state import State
 from regard.torch_internals import is_any_autocast_enabled
+from regard.wide import wide_of
 
 LEAKS = "keys, values or (where gradients flow) queries hold NaN or inf, which it would carry past the mask"
 
@@ -70,17 +71,22 @@ def _run(plan: Plan, operands: Operands) -> State:
 def _check_state(backend: str, operands: Operands, state: object) -> None:
     """Raise `ProblemError` unless what a backend of a user returned is the state of a call."""
     rows = tuple(operands.q.shape[:3])
-    out = (*rows, operands.v.shape[3])
+    out, wide = (*rows, operands.v.shape[3]), wide_of(operands.q.dtype)
+    expected = (operands.q.dtype, out, wide, rows)
     if not isinstance(state, State) or not all(isinstance(cast(object, t), Tensor) for t in (state.out, state.lse)):
         found = received(state)
-    elif state.out.dtype != operands.q.dtype or state.out.shape != out or state.lse.shape != rows:
-        found = f"State of out {state.out.dtype} {list(state.out.shape)} and lse {list(state.lse.shape)}"
+    elif (state.out.dtype, state.out.shape, state.lse.dtype, state.lse.shape) != expected:
+        found = f"State of out {_form(state.out)} and lse {_form(state.lse)}"
     else:
         return
     raise ProblemError(
         f"The backend {backend!r} returned {found}: expected a State of out {operands.q.dtype} {list(out)} and lse "
-        f"{list(rows)}."
+        f"{wide} {list(rows)}."
     )
+
+
+def _form(t: Tensor) -> str:
+    return f"{t.dtype} {list(t.shape)}"
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:

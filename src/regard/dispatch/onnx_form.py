@@ -102,6 +102,8 @@ def in_onnx(request: Request) -> State:
     scale = score.default_scale(request.q.shape[3]) if request.scale is None else request.scale
     q, k, left = score.bind(request.q.shape[1], request.k.shape[1]).prepare(request.q, request.k)
     left = None if isinstance(left, Dot) else left
+    if left is None and scale <= 0:  # ONNX multiplies q and k by the root of a scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     opset = _opset.get()
     call = _call(request._replace(q=q, k=k, scale=scale))
     if left is not None or request.sink is not None or request.lse or (request.softcap and opset is None):

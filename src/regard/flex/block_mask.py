@@ -65,10 +65,12 @@ def create_block_mask(
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     if not separate_full_blocks:
         options["separate_full_blocks"] = False  # torch 2.11 lacks it
-    if options.keys() - {"separate_full_blocks"} or torch.compiler.is_dynamo_compiling():
+    compiling = torch.compiler.is_dynamo_compiling()
+    if options.keys() - {"separate_full_blocks"} or compiling:
         make: Any = of_torch.create_block_mask
         made = make(mask_mod, B, H, Q_LEN, KV_LEN, place, block, **options)  # in a graph only if the lists are used
-        mark_as_following(made)
+        if compiling:
+            mark_as_following(made)
         return made
     return _create(mask_mod, CallSizes(batch, heads, queries, keys, 0), place, block, separate_full_blocks)
 

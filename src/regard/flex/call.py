@@ -160,11 +160,13 @@ def _again(call: _Call, rows: slice) -> State:
     if not torch.is_grad_enabled():
         return _piece(call, rows)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         state = _piece(call._replace(q=q, k=k, v=v), rows)
         return state.out, state.lse
 
-    return State(*checkpoint(run, call.q, call.k, call.v, use_reentrant=False, preserve_rng_state=False))
+    read = [t for each in (call.mask, call.bias, *call.computed) if each is not None for t in each.tensors()]
+    others = [t for t in read if not t.is_inference()]  # torch raises an error if an argument was written to
+    return State(*checkpoint(run, call.q, call.k, call.v, *others, use_reentrant=False, preserve_rng_state=False))
 
 
 def _piece(call: _Call, rows: slice) -> State:

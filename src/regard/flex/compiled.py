@@ -9,7 +9,7 @@ and of captured tensors follow from these.
 
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from regard.describe.mask import CallSizes, Mask
 from regard.errors import RefusalError
 from regard.flex.call import Result, compute, laid_out_as
-from regard.flex.read_block_mask import follows_function, mask_of_block_mask, mask_of_lists
+from regard.flex.read_block_mask import follows_function, lists_of, mask_of_block_mask, mask_of_lists
 from regard.flex.trace import IndexByTensor, Mod
-from regard.torch_internals import HigherOrder, is_higher_order, skip_frames
+from regard.torch_internals import HigherOrder, is_higher_order, skip_frames, version
 from regard.wide import wide_of
 
 _library = torch.library.Library("regard", "FRAGMENT")
@@ -58,11 +58,7 @@ def compute_compiled(
         torch.zeros((), dtype=wide, device="cpu"),
         *(torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)),
     ]
-    lists: list[Tensor] = []
-    if block_mask is not None and not follows_function(block_mask):
-        lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
-        if block_mask.full_kv_num_blocks is not None:
-            lists += [block_mask.full_kv_num_blocks, cast(Tensor, block_mask.full_kv_indices)]
+    lists = [] if block_mask is None else [t for t in lists_of(block_mask) if t is not None]
 
     def functions(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         modified, kept = at[0], at[1]
@@ -78,7 +74,8 @@ def compute_compiled(
     block = (0, 0) if block_mask is None else tuple(block_mask.BLOCK_SIZE)
     out, lse, most = _compute_graph(
         functions, query, key, value, scale=scale, modified=score_mod is not None, masked=block_mask is not None,
-        rows=block[0], columns=block[1], wants_max=wants_max,
+        follows=block_mask is not None and follows_function(block_mask), rows=block[0], columns=block[1],
+        wants_max=wants_max,
     )  # fmt: skip
     return out, lse, most.detach() if wants_max else None
 
@@ -104,6 +101,8 @@ class _ComputeGraph(HigherOrder):
         if options["masked"]:
             sizes = _sizes(q, k)
             block, read = (options["rows"], options["columns"]), [tensor_of[node] for node in lists]
+            if options["follows"] and not any(t.is_inference() or version(t) for t in read):
+                read = []  # the graph does not write to them, and need not make them
             mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], tensor_of), sizes, q.device)
         found = compute(q, k, v, score_mod, mask, options["scale"], options["wants_max"])
         return found.out, found.lse, _max_scores(found)

@@ -12,13 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from regard.describe.mask import And, Bools, CallSizes, Mask, Or, Positions
 from regard.describe.mask_by_term import MaskTerm
 from regard.describe.spec import Fingerprint, spec
+from regard.describe.tensors import ContentKey, content_key
 from regard.describe.term import Captured, Constant, Op, Term, Variable
 from regard.errors import ProblemError
 from regard.flex.every_pair import tabulated
 from regard.flex.layout import block_layout
 from regard.flex.mod_mask import is_opaque, mask_of_mod
 from regard.flex.trace import Mod, is_traced
-from regard.torch_internals import version
 
 
 @dataclass
@@ -26,13 +26,13 @@ class _Reading:
     """What was read from a `BlockMask`.
 
     Attributes:
-        versions: of its lists, when they were read.
+        lists: the content of its lists, when they were read.
         partial, full: bool [batch or 1, heads or 1, rows, columns], whether a block is in the lists.
         agrees: by mask of its `mask_mod` and the batch rows and heads in which that differs, whether that mask alone
             keeps the same pairs as with the lists: lists of one batch row fit no other rows of a mask that has more.
     """
 
-    versions: tuple[object, ...]
+    lists: tuple[ContentKey | None, ...]
     partial: Tensor
     full: Tensor
     agrees: dict["_MaskKey", bool] = field(default_factory=dict["_MaskKey", bool])
@@ -126,42 +126,49 @@ def mask_of_lists(
 
 
 FOLLOWS = "_follows_from"
-"""The attribute of a `BlockMask` with the function and the list that it was made with, if the lists follow from it."""
+"""The attribute of a `BlockMask` with the function and the lists that it was made with, if the lists follow from it."""
+
+
+def lists_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
+    """Counts and order of the partial blocks, and of the full ones."""
+    return (
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
+    )  # fmt: skip
 
 
 def mark_as_following(made: BlockMask) -> None:
-    """Note that the lists of a `BlockMask` are those of its `mask_mod`."""
-    setattr(made, FOLLOWS, (made.mask_mod, made.kv_indices))
+    """Note, while dynamo traces, that the lists of a `BlockMask` are those of its `mask_mod`."""
+    setattr(made, FOLLOWS, (made.mask_mod, *lists_of(made)))
 
 
 def follows_function(block_mask: BlockMask) -> bool:
-    """Whether the lists are known to be those of `mask_mod`."""
-    mod, indices = getattr(block_mask, FOLLOWS, (None, None))
-    return mod is block_mask.mask_mod and indices is block_mask.kv_indices
+    """Whether the lists are known to be those of `mask_mod`, unless they were written to."""
+    made_with = getattr(block_mask, FOLLOWS, None)
+    now = (block_mask.mask_mod, *lists_of(block_mask))
+    return made_with is not None and all(a is b for a, b in zip(made_with, now, strict=True))
 
 
 def remember(made: BlockMask, mask: Mask, sizes: CallSizes, partial: Bools, full: Bools) -> None:
     """Note what the lists of a `BlockMask` are, and that they follow from its mask."""
     if mask.fingerprint().is_cacheable:
         tables = torch.from_numpy(partial), torch.from_numpy(full)
-        _readings[made] = _Reading(_versions(made), *tables, {_key(mask, sizes): True})
+        _readings[made] = _Reading(_content(made), *tables, {_key(mask, sizes): True})
 
 
-def _versions(block_mask: BlockMask) -> tuple[object, ...]:
-    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return tuple((id(t), None if t is None or t.is_inference() else version(t)) for t in lists)
+def _content(block_mask: BlockMask) -> tuple[ContentKey | None, ...]:
+    return tuple(None if t is None else content_key(t) for t in lists_of(block_mask))
 
 
 def _read(block_mask: BlockMask) -> _Reading:
-    versions = _versions(block_mask)
+    lists = _content(block_mask)
     reading = _readings.get(block_mask)
-    if reading is None or reading.versions != versions:
+    if reading is None or reading.lists != lists:
         columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
         partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None:
             full = _dense(block_mask.full_kv_num_blocks, cast(Tensor, block_mask.full_kv_indices), columns)
-        reading = _readings[block_mask] = _Reading(versions, partial, full)
+        reading = _readings[block_mask] = _Reading(lists, partial, full)
     return reading
 
 

@@ -210,7 +210,7 @@ def tensor_bias(term: Term, sizes: CallSizes) -> Bias | None:
         table = table.narrow(axis, 0, lengths[names[at]])
     for axis, name in enumerate("bhqk"):
         table = table if name in names else table.unsqueeze(axis)
-    return TensorBias(table) if table.is_floating_point() else None
+    return TensorBias(table, offset=0) if table.is_floating_point() else None
 
 
 def rows_of_bias(terms: tuple[Term, ...], sizes: CallSizes, rows: slice, wide: torch.dtype) -> Tensor:

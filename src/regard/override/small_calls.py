@@ -23,6 +23,7 @@ from torch.overrides import has_torch_function_variadic
 from regard.override import report
 from regard.override.decide import FEW_QUERIES, SMALL, is_few, is_small
 from regard.torch_internals import (
+    attention_of_functional,
     choice_of_torch,
     current_func_transform,
     fused_attention_of_torch,
@@ -33,9 +34,6 @@ from regard.torch_internals import (
     skip_frames,
 )
 from regard.torch_signature import is_causal_bias
-
-attention_of_functional = F.scaled_dot_product_attention
-"""torch's function, which calls the dispatcher."""
 
 FUSED = 1
 """What torch calls its fused kernel, `SDPBackend.FLASH_ATTENTION`."""
@@ -151,7 +149,6 @@ class _ShortWay:
         """Install or remove it."""
         with self._lock:
             self.is_on = on
-            replace_in_torch(attention_of_functional, small_first if on else attention_of_functional, F)
             self._settle()
 
     @contextmanager
@@ -169,8 +166,7 @@ class _ShortWay:
             self._settle()
 
     def _settle(self) -> None:
-        short = self.is_on and not self.overridden
-        F.scaled_dot_product_attention = small_first if short else attention_of_functional
+        replace_in_torch(attention_of_functional, small_first, self.is_on and not self.overridden, F)
 
 
 short_way = _ShortWay()

@@ -43,6 +43,7 @@ class _Process:
         requests: later calls, the last one first.
         entered, paused: how many `with` blocks that turn it on, and off, are being run, in all threads.
         library: what registers the kernels while it lives; None while torch's own are used.
+        printing: those of the reports that are not yet printed.
     """
 
     for_good = False
@@ -50,6 +51,9 @@ class _Process:
     entered = 0
     paused = 0
     library: torch.library.Library | None = None
+
+    def __init__(self) -> None:
+        self.printing = set["Everywhere"]()
 
     def request(self, returned: "Everywhere", on: bool) -> None:
         """Turn it on or off without an end, until `withdraw`."""
@@ -70,16 +74,21 @@ class _Process:
             self.library = torch.library.Library("aten", "IMPL")
             self.library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
             self.library.impl("scaled_dot_product_attention", attention_below_autograd, "CPU")
-            short_way.turn(True)
-            replace_in_torch(encoder_layer_of_torch, encoder_layer)
-            replace_in_torch(packed_attention_of_torch, packed_attention)
+            _replace(on=True)
             torch.compiler.config.cache_key_tag += CACHE_TAG
         elif not on and self.library is not None:
             self.library = None
-            short_way.turn(False)
-            replace_in_torch(encoder_layer_of_torch, encoder_layer_of_torch)
-            replace_in_torch(packed_attention_of_torch, packed_attention_of_torch)
+            _replace(on=False)
             torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(CACHE_TAG, "")
+        if F.multi_head_attention_forward in (forward_of_torch, forward_counted):
+            F.multi_head_attention_forward = forward_counted if self.printing else forward_of_torch
+
+
+def _replace(on: bool) -> None:
+    """Put the functions of regard in the place of torch's, or torch's back."""
+    short_way.turn(on)
+    replace_in_torch(encoder_layer_of_torch, encoder_layer, on)
+    replace_in_torch(packed_attention_of_torch, packed_attention, on)
 
 
 _process = _Process()
@@ -102,12 +111,13 @@ class Everywhere:
         self._blocks = 0
         with _lock:
             _process.request(self, on)
+            if prints:
+                _process.printing.add(self)
             _process.settle()
         if on:
             report.listen(self._tally)
         if prints:
             atexit.register(self._show)
-            F.multi_head_attention_forward = forward_counted
 
     @property
     def rows(self) -> tuple[report.Row, ...]:
@@ -140,11 +150,11 @@ class Everywhere:
             self._blocks -= 1
             _process.entered -= self._on
             _process.paused -= not self._on
+            _process.printing.discard(self)
             _process.settle()
         report.ignore(self._tally)
         if self._prints:
             atexit.unregister(self._show)
-            F.multi_head_attention_forward = forward_of_torch
             self._show()
 
     def _show(self) -> None:

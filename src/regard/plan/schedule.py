@@ -150,13 +150,14 @@ class Schedule:
         [[[[1, 0, 0], [1, 1, 0]]]]
         """
         tile, rows = self.tile, self.maps[0] * self.maps[1] * self.query_tiles
-        kept = torch.zeros(rows, tile, -(-self.keys // tile) * tile, dtype=torch.bool, device="cpu")
+        width = -(-self.keys // tile) * tile
+        kept = torch.zeros(rows, tile, width, dtype=torch.bool, device="cpu")
         for t in range(rows):
             for run in self.runs(t):
                 kept[t, :, run.start : run.stop] = True
             for patch in self.patches(t):
                 kept[t, :, patch.start : patch.start + tile] = self.pattern(patch.pattern)
-        return kept.view(*self.maps, self.query_tiles * tile, -1)[:, :, : self.queries, : self.keys]
+        return kept.view(*self.maps, self.query_tiles * tile, width)[:, :, : self.queries, : self.keys]
 
     @cached_property
     def _unpacked(self) -> torch.Tensor:
