@@ -278,8 +278,8 @@ used by versions that were tried."""
 def guard_of(*tensors: Tensor, free: Sequence[int | None] = ()) -> Callable[..., bool] | None:
     """A function that says whether tensors are like these, where all that matters to an operator is the same.
 
-    Class, dtype, device, layout, sizes, strides, whether gradients flow, and of the thread: grad and inference mode,
-    autocast of that device, `torch.func` and dispatch modes. None for tensors of which two are one object.
+    Class, dtype, device, layout, sizes, strides, `requires_grad`, and of the thread: inference mode, autocast of that
+    device, `torch.func` and dispatch modes, but not grad mode. None for tensors of which two are one object.
 
     Args:
         free: for each tensor, the dimension whose size may differ, or None; empty where all sizes are the same.

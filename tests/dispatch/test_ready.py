@@ -106,8 +106,7 @@ def test_a_call_with_the_strides_of_the_last_one_is_known_by_a_guard(
     if "offset" in words:
         calls.append((q, k, v, words | {"offset": 30}))
     expected = [attend(*tensors, **more) for *tensors, more in calls]
-    attend(q, k, v, **words)
-    assert _is_ready(q, k, v, **words)
+    _guarded(q, k, v, **words)
     monkeypatch.setattr(ready, "_ready", {})  # no call is known by a key
     for (*tensors, more), plain in zip(calls, expected, strict=True):
         found = _run(*tensors, **more)
@@ -118,15 +117,57 @@ def test_a_call_with_the_strides_of_the_last_one_is_known_by_a_guard(
     assert not _is_ready(q, k, v, **words)
 
 
-def test_calls_whose_strides_always_differ_are_known_by_their_key_alone() -> None:
+def _guarded(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
+    """The output of a call that is then known by a guard."""
+    for _ in range(2):
+        attend(q, k, v, **words)
+        assert _is_ready(q, k, v, **words)
+    assert len(ready._last) == 1
+    return attend(q, k, v, **words)
+
+
+def test_calls_whose_strides_always_differ_have_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(ready, "guard_of", lambda *_, **__: made.append(1))
     q, k, v = _tensors()
     for keys in range(1, 30):
-        grown = [t[:, :, :keys].contiguous() for t in (k, v)]
-        found = attend(q, *grown, mask=Causal())
-        assert torch.equal(found, attend(q, *grown, mask=Causal(), backend="native"))
-    assert {call.backend for call, *_ in ready._last} <= {"native"}
-    assert len(ready._last) <= ready.LAST
+        attend(q, *(t[:, :, :keys].contiguous() for t in (k, v)), mask=Causal())
+    assert not made
+    assert ready._last == ()
     assert _is_ready(q, k, v, mask=Causal())
+
+
+def test_a_call_has_a_guard_again_once_its_strides_have_changed() -> None:
+    q, k, v = _tensors()
+    expected = attend(q, k, v, mask=Causal())
+    for capacity in range(1, 12):
+        memory = [t.repeat(1, 1, capacity, 1)[:, :, :37] for t in (k, v)]
+        assert torch.equal(_guarded(q, *memory, mask=Causal()), expected)
+        assert ready._last[0][1](q, *memory)
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_a_call_without_gradients_is_not_taken_for_one_with_gradients(name: str) -> None:
+    tensors = dict(zip("qkv", _tensors(), strict=True))
+    tensors[name].requires_grad_()
+    with torch.no_grad():
+        for _ in range(4):
+            attend(*tensors.values())
+    assert attend(*tensors.values()).requires_grad
+    plain = [t.detach() for t in tensors.values()]
+    for _ in range(4):
+        attend(*plain)
+    assert attend(*tensors.values()).requires_grad
+
+
+def test_a_call_with_one_tensor_twice_has_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 4, 9, 16)
+    expected = attend(x, x.clone(), x.clone())
+    made: list[Any] = []
+    monkeypatch.setattr(ready, "guard_of", lambda *_, **__: made.append(1))
+    for _ in range(4):
+        assert torch.equal(attend(x, x, x), expected)
+    assert not made
 
 
 def test_tensors_whose_last_dimension_has_gaps_are_not_bound() -> None:
@@ -269,8 +310,8 @@ def test_a_call_that_differs_gives_what_it_gives_without_an_earlier_one(name: st
     q1, k1, v1, more = CHANGES[name](q, k, v)
     expected = _outcome(q1, k1, v1, **(words | more))
     for changed in (more, words | more, more, words | more):
-        attend(q, k, v, **words)
-        assert _is_ready(q, k, v, **words)
+        ready.forget()
+        _guarded(q, k, v, **words)
         found = _outcome(q1, k1, v1, **changed)
         if changed == words | more:
             assert found == expected
@@ -278,8 +319,7 @@ def test_a_call_that_differs_gives_what_it_gives_without_an_earlier_one(name: st
 
 def test_a_tensor_that_is_changed_in_place_is_seen() -> None:
     q, k, v = _tensors()
-    for _ in range(3):
-        attend(q, k, v)
+    _guarded(q, k, v)
     q.requires_grad_()
     assert attend(q, k, v).requires_grad
     with torch.no_grad():
@@ -292,8 +332,7 @@ def test_a_tensor_that_is_changed_in_place_is_seen() -> None:
 
 def test_contexts_are_seen() -> None:
     q, k, v = _tensors()
-    plain = attend(q, k, v)
-    assert _is_ready(q, k, v)
+    plain = _guarded(q, k, v)
     assert torch.equal(attend(q, k, v), plain)
     seen: list[object] = []
     with observe_calls(seen.append):
@@ -330,8 +369,7 @@ def test_a_traced_call_is_one_operator() -> None:
 
 def test_a_call_whose_plan_is_gone_is_not_ready() -> None:
     q, k, v = _tensors()
-    attend(q, k, v)
-    assert _is_ready(q, k, v)
+    _guarded(q, k, v)
     choose.forget_plans()
     assert not _is_ready(q, k, v)
 
@@ -339,8 +377,7 @@ def test_a_call_whose_plan_is_gone_is_not_ready() -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_call_that_torch_jit_traces_is_refused_after_others_too() -> None:
     q, k, v = _tensors()
-    for _ in range(3):
-        attend(q, k, v)
+    _guarded(q, k, v)
     with pytest.raises(RefusalError, match=r"torch\.jit\.trace"):
         torch.jit.trace(attend, (q, k, v))
 

@@ -227,6 +227,17 @@ def test_a_mask_with_a_tensor_is_read_by_each_layer() -> None:
     assert mask.known is None
 
 
+@pytest.mark.parametrize("index", range(3))
+def test_gradients_flow_through_a_layer_after_one_of_the_same_tensors_under_no_grad(index: int) -> None:
+    t = tensors()
+    t[index].requires_grad_()
+    mask = mask_of()
+    with torch.no_grad():
+        for _ in range(3):
+            run(t, mask)
+    assert run(t, mask).requires_grad
+
+
 def test_gradients_flow_through_a_layer_after_one_without() -> None:
     t = tensors()
     mask = known(t)

@@ -92,8 +92,8 @@ def _bind(run: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) -
         by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
         if not by_q[3] == by_k[3] == by_v[3] == 1:
             return None
-        is_turned = not is_by_token and by_q[1] < by_q[2] and queries > 1
-        _, _, like, strides, _, empty_like = by_token if is_by_token or is_turned else by_head
+        is_transposed = not is_by_token and by_q[1] < by_q[2] and queries > 1
+        _, _, like, strides, _, empty_like = by_token if is_by_token or is_transposed else by_head
         of_q, of_k, of_v = (packed_operands(*by[:3]) for by in (by_q, by_k, by_v))
         of_out = packed_operands(*strides, 0)
 
@@ -103,7 +103,7 @@ def _bind(run: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) -
                 q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(), of_out, threads(),
                 queries, keys, of_intervals, keys - queries if offset is None else offset, maps,
             ), pack)  # fmt: skip
-            return out.transpose(1, 2) if is_turned else out
+            return out.transpose(1, 2) if is_transposed else out
 
         return bound
 

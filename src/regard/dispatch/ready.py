@@ -34,11 +34,8 @@ FARTHEST = 1 << 40
 """Of an offset."""
 
 LAST = 2
-"""The most calls that are known by a guard: layers with two masks, or self-attention and cross-attention. One that does
-not fit costs 0.3 us."""
-
-GUARDS = 8
-"""How many guards are made for a call, 20 us each."""
+"""The most calls that are known by a guard at once: layers with two masks, or self-attention and cross-attention. A
+guard that does not fit costs 0.3 us, to make one 20."""
 
 Key = tuple[Any, ...]
 
@@ -47,25 +44,30 @@ class _Ready:
     """A call that is ready.
 
     Attributes:
+        key: what it depends on; `scale`, `softcap` and `backend` are parts of it.
         plan: a call whose plan is gone is ready no more.
         fingerprint: of the mask; kept alive, as its address is in the key.
-        guards: how many guards may still be made for it, one for each strides that it comes with.
+        run: runs calls with any strides.
+        bind: makes what runs calls with the strides of three tensors.
+        strides: of the last call that was known by its key.
+        guard: what accepts tensors with these strides, and what runs such calls; None until they come again.
     """
 
-    __slots__ = ("backend", "bind", "fingerprint", "guards", "key", "plan", "run", "scale", "softcap")
+    __slots__ = ("backend", "bind", "fingerprint", "guard", "key", "plan", "run", "scale", "softcap", "strides")
 
     def __init__(self, key: Key, plan: Plan, again: Repeated, fingerprint: Fingerprint | None) -> None:
         self.key, self.plan, self.fingerprint = key, ref(plan), fingerprint
         self.run, self.bind = again
         self.scale, self.softcap, self.backend = key[-3:]
-        self.guards = GUARDS
+        self.strides: object = None
+        self.guard: tuple[Callable[..., bool], Bound] | None = None
 
 
 _ready: dict[Key, _Ready] = {}
 
 _last: tuple[tuple[_Ready, Callable[..., bool], Bound], ...] = ()
-"""The last calls that have a guard, the last one first, each with what is like it in all but elements and the number of
-keys, in the settings of this thread, and what runs that. Replaced as a whole, as other threads read it."""
+"""The last calls that have a guard, the last one first, each with its guard: that accepts tensors which differ from
+those of the call only in elements and the number of keys. Replaced as a whole, as other threads read it."""
 
 _LONG = None, None
 
@@ -99,44 +101,56 @@ def run(
                 and call.plan() is not None
             ):
                 return call.key, bound(q, k, v, keys, offset)
+    key = _key(q, k, v, mask, scale, softcap, backend)
+    if key is None or (found := _ready.get(key)) is None or found.plan() is None:
+        return key, None
+    out = found.run(q, k, v, k.shape[2], offset)
+    if kind is Tensor and out is not None:
+        _guard(found, q, k, v)
+    return key, out
+
+
+def _key(q: Tensor, k: Any, v: Any, mask: Fingerprint | None, scale: Any, softcap: Any, backend: Any) -> Key | None:
+    """What a call over tensors, or over stored keys and values, depends on; None if it must go the long way."""
+    kind = type(k)
     if is_grad_enabled() and (q.requires_grad or (kind is Tensor and (k.requires_grad or v.requires_grad))):
-        return _LONG
+        return None
     try:
         sizes, (k_batch, k_heads, keys, k_dim), (v_batch, v_heads, values, v_dim) = q.shape, k.shape, v.shape
     except (RuntimeError, ValueError):  # of nested tensors, and of others than four axes
-        return _LONG
+        return None
     if type(keys) is not int or keys != values or not 0 < keys < FARTHEST:  # torch.jit traces sizes as tensors
-        return _LONG
-    key: Key
+        return None
     if kind is Tensor:
-        key = (
+        return (
             sizes, k_batch, k_heads, k_dim, v_batch, v_heads, v_dim, q.dtype, k.dtype, v.dtype, q.is_cpu, k.is_cpu,
             v.is_cpu, q.is_neg(), k.is_neg(), v.is_neg(), id(mask), scale, softcap, backend,
         )  # fmt: skip
-    elif _is_simple(k) and _is_simple(v):
-        key = (
+    if _is_simple(k) and _is_simple(v):
+        return (
             sizes, k_batch, k_heads, k_dim, v_batch, v_heads, v_dim, q.dtype, k.dtype, v.dtype, q.is_cpu, q.is_neg(),
             k.encodings, v.encodings, id(mask), scale, softcap, backend,
         )  # fmt: skip
-    else:
-        return _LONG
-    found = _ready.get(key)
-    if found is None or found.plan() is None:
-        return key, None
-    if kind is Tensor and found.guards:
-        _guard(found, q, k, v)
-    return key, found.run(q, k, v, keys, offset)
+    return None
 
 
 def _guard(call: _Ready, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Know calls like this one by a guard from now on, in place of the oldest call that is known so."""
+    """Know calls like this one by a guard from now on, if its strides are those of the one before.
+
+    Where strides differ from call to call, as after `torch.cat`, a guard would fit none of them. One of tensors that
+    require gradients would fit in any grad mode.
+    """
     global _last  # noqa: PLW0603
-    call.guards -= 1
-    others = [each for each in _last if each[0] is not call]
-    if call.guards and (is_like := guard_of(q, k, v, free=(None, 2, 2))) and (bound := call.bind(q, k, v, False)):
-        _last = ((call, is_like, bound), *others)[:LAST]
-    else:
-        _last = tuple(others)
+    strides = q.stride(), k.stride(), v.stride()
+    if strides != call.strides:
+        call.strides, call.guard = strides, None
+        return
+    if call.guard is None and not (q is k or q is v or k is v or q.requires_grad or k.requires_grad or v.requires_grad):
+        is_like = guard_of(q, k, v, free=(None, 2, 2))
+        if is_like is not None and (bound := call.bind(q, k, v, False)) is not None:
+            call.guard = is_like, bound
+    if (guard := call.guard) is not None:
+        _last = ((call, *guard), *(each for each in _last if each[0] is not call))[:LAST]
 
 
 def _is_simple(stored: StoredTensor) -> bool:

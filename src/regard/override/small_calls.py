@@ -6,8 +6,8 @@ kernel at once, if torch would choose that.
 
 Between other code each function that Python calls takes 0.3 us, and a layer of the smallest models 200. So calls like
 the last ones are known by one function of C++, a guard of torch.compile. It compares the class, dtype, device, sizes,
-strides and requires_grad of all three tensors, and the settings of the thread that change what an operator does: grad
-and inference mode, autocast, torch.func, dispatch modes. All other calls are known by a key.
+strides and requires_grad of all three tensors, and the settings of the thread that change what an operator does:
+inference mode, autocast, torch.func, dispatch modes. All other calls are known by a key.
 """
 
 from collections.abc import Callable, Generator
