@@ -40,7 +40,7 @@ class State:
     def __or__(self, other: "State") -> "State":
         """The state over the keys of both, which must be different keys. Differentiable in all four tensors.
 
-        States of two dtypes merge to the wider one.
+        States of two dtypes merge to the type that both fit in.
         """
         if not isinstance(other, State):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"a State merges with a State, and the right side of | is {type(other).__name__}.")

@@ -326,12 +326,29 @@ def test_a_window_or_chunk_of_a_fixed_size_takes_tokens_back_until_one_has_left_
         assert torch.allclose(m(ids, **with_cache(cache)).logits, whole, atol=1e-5)
 
 
+def test_drafts_go_into_memory_of_a_fixed_size_until_tokens_would_leave_a_window():
+    m, ids = on_regard("mistral"), prompt(1, 3)
+    for capacity, works in ((3, True), (5, True), (6, False)):  # the window has 5 tokens
+        cache = regard_cache(m, layout=Contiguous(capacity=capacity))
+        if works:
+            cache.activate_past_recording()
+            with torch.no_grad():
+                m(ids, **with_cache(cache))
+            cache.crop(-2)
+            assert int(cache.get_seq_length()) == 1
+        else:
+            with pytest.raises(RefusalError, match="in memory of a fixed size"):
+                cache.activate_past_recording()
+
+
 def test_states_of_linear_attention_do_not_go_back():
     m = qwen3_next(layer_types=["full_attention", "linear_attention"])
     cache = regard_cache(m)
+    cache.crop(-2)  # nothing
     cache.activate_past_recording()
     with torch.no_grad():
         m(prompt(), **with_cache(cache))
+    cache.crop(0)
     with pytest.raises(ProblemError, match=r"crop\(-2\): layers 1 of Qwen3NextForCausalLM keep a state.*reset"):
         cache.crop(-2)
     assert cache.get_seq_length() == 13

@@ -369,6 +369,17 @@ def test_the_inner_of_two_reports_leaves_the_outer_one_counting():
     assert F.multi_head_attention_forward is before
 
 
+def test_the_report_of_a_block_that_is_entered_twice_counts_until_the_outer_end():
+    layer, x = nn.MultiheadAttention(128, 4, batch_first=True), of_size(2, 256, 128)
+    before = F.multi_head_attention_forward
+    with regard.everywhere(report=True) as caught:
+        with caught:
+            layer(x, x, x)
+        layer(x, x, x)
+    assert sum(row.calls for row in caught.rows) == 2
+    assert F.multi_head_attention_forward is before
+
+
 @pytest.mark.exhaustive
 def test_caches_of_compiled_code_on_disk_are_kept_apart(tmp_path: Path):
     """The graph that dynamo makes is the same with and without regard, and what torch compiles from it is not."""

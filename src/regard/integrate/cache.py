@@ -223,9 +223,11 @@ class RegardCache(DynamicCache):
             ProblemError: a layer no longer keeps the tokens that the next one would look back on, or its state, as of
                 linear attention, does not go back; no layer is changed.
         """
-        for layer in self.layers:
-            if isinstance(layer, StoredLayer | FixedLayer):
-                layer.check_crop(tokens_to_remove)
+        attending = [layer for layer in self.layers if isinstance(layer, StoredLayer | FixedLayer)]
+        for layer in attending:
+            layer.check_crop(tokens_to_remove)
+        if not tokens_to_remove or (attending and not any(int(layer.get_seq_length()) for layer in attending)):
+            return  # there is nothing to remove
         self._check_states(tokens_to_remove)
         super().crop(tokens_to_remove)
 

@@ -70,11 +70,12 @@ class FixedWindowLayer(FixedLayer, StaticSlidingWindowLayer):
     def __init__(self, max_cache_len: int, sliding_window: int, **kwargs: Any) -> None:
         super().__init__(max_cache_len, sliding_window)
         self.sliding_window = sliding_window
+        self._is_window_alone = max_cache_len > sliding_window
 
     @property
     def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether no token ever leaves, so that the last ones can always be removed."""
-        return self.max_cache_len < self.sliding_window
+        """Whether the last tokens can be removed up to the capacity of the cache, as none leaves the window before."""
+        return not self._is_window_alone
 
     def check_crop(self, tokens_to_remove: int) -> None:
         super().check_crop(tokens_to_remove)
@@ -94,7 +95,7 @@ class FixedWindowLayer(FixedLayer, StaticSlidingWindowLayer):
         return f"FixedWindowLayer({self.cumulative_length_int:,} tokens, memory for {self.max_cache_len:,})"
 
     def _check_room(self, new: Tensor) -> None:
-        if self.is_croppable:
+        if self.max_cache_len < self.sliding_window:
             check_room(self.cumulative_length_int, new.shape[2], self.max_cache_len)
 
 

@@ -33,7 +33,10 @@ def _check_folder(path: Path) -> None:
 
 
 def sizes_of(name: str | None) -> tuple[int, int] | None:
-    """(layers, query heads) of the default model, or from the config.json of a folder; None where neither says."""
+    """(layers, query heads) of the default model, or from the config.json of a folder; None where neither says.
+
+    Each attention call of a layer counts as one.
+    """
     if name is None:
         return SMOLLM2
     try:
@@ -43,7 +46,16 @@ def sizes_of(name: str | None) -> tuple[int, int] | None:
     if not isinstance(config, dict):
         return None
     entries = cast("dict[str, Any]", config)
-    sizes = tuple(entries.get(key) for key in ("num_hidden_layers", "num_attention_heads"))
-    if entries.get("is_encoder_decoder") or not all(type(size) is int for size in sizes):
+    layers, heads = entries.get("num_hidden_layers"), entries.get("num_attention_heads")
+    if entries.get("is_encoder_decoder") or type(layers) is not int or type(heads) is not int:
         return None
-    return cast("tuple[int, int]", sizes)
+    return layers * calls_per_layer(entries.get("model_type")), heads
+
+
+def calls_per_layer(model_type: Any) -> int:
+    """The attention calls of each layer of a type of models, which a survey numbers one by one as layers.
+
+    >>> calls_per_layer("llama"), calls_per_layer("diffllama")  # whose output is the difference of two calls
+    (1, 2)
+    """
+    return 2 if model_type == "diffllama" else 1

@@ -150,8 +150,11 @@ class Everywhere:
             self._blocks -= 1
             _process.entered -= self._on
             _process.paused -= not self._on
-            _process.printing.discard(self)
+            if not (inside := self._blocks > 0):
+                _process.printing.discard(self)
             _process.settle()
+        if inside:
+            return
         report.ignore(self._tally)
         if self._prints:
             atexit.unregister(self._show)

@@ -1,0 +1,27 @@
+"""Evaluation mode for the time of a block."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: Any) -> Generator[None]:
+    """A module in evaluation mode, so without dropout, and afterwards each of its modules as it was; others as they are.
+
+    >>> layer = nn.Dropout(0.5)
+    >>> with evaluating(layer):
+    ...     inside = layer.training
+    >>> inside, layer.training
+    (False, True)
+    """
+    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        if modes:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
