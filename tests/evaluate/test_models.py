@@ -176,6 +176,33 @@ def test_a_decoder_in_training_stays_in_training():
     assert model.training
 
 
+class Switched(Dropping):
+    """A model that counts how often it is set to a mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def train(self, mode=True):
+        self.times += 1
+        return super().train(mode)
+
+
+def test_a_model_is_set_to_evaluation_mode_once_for_all_its_calls():
+    model = Switched()
+    assert len(evaluate(Passkey((400,), (0.0, 1.0), samples=2), model).records) == 4
+    assert model.times == 1
+    assert model.training
+
+
+def test_a_model_that_fails_stays_in_training():
+    model = Dropping()
+    model.register_forward_hook(lambda *_: torch.full((), torch.nan))
+    with pytest.raises(ProblemError, match="returned"):
+        evaluate(Passkey((400,), (0.5,), samples=1), model)
+    assert [each.training for each in model.modules()] == [True, True, True, False]
+
+
 def test_a_policy_evicts_before_the_question_or_after_it(made):
     model, tokenizer, _ = made
     (example,) = Needle((400,), (0.5,), samples=1, haystack="noise").examples(as_model(model, tokenizer))

@@ -1,7 +1,9 @@
 """Settings that no text has, logits that mean nothing, files that are none, tokenizers of other packages."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from regard.evaluate import (
     Needle,
     Passkey,
     Perplexity,
+    Question,
     Recall,
     Stream,
     Tokenizer,
@@ -26,6 +29,7 @@ from regard.evaluate import (
     evaluate,
 )
 from regard.evaluate.documents import read_questions
+from regard.evaluate.harness import harness_config
 
 BYTES = 256
 
@@ -74,6 +78,34 @@ def book(tmp_path_factory):
 def test_settings_that_no_text_has_are_refused(task, message):
     with pytest.raises(ProblemError, match=message):
         evaluate(task, uniform)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A task of a user, whose settings have names of other tasks."""
+
+    context: str = "A book about whales."
+    depths: str = "all"
+    lengths: float = 0.5
+    seed: int = 0
+    name: ClassVar[str] = "own"
+    axes: ClassVar[tuple[str, ...]] = ()
+
+    def examples(self, model):
+        encode = model.tokenizer.encode
+        yield Question("one", {}, tuple(encode(self.context)), tuple(encode(" Who?")), tuple(encode(" I")), ("I",))
+
+
+def test_a_task_of_a_user_may_have_any_settings(tmp_path):
+    task: Any = Own()
+    assert len(evaluate(task, uniform).records) == 1
+    assert harness_config(task, as_model(uniform), tmp_path)["task"] == "regard_own"
+
+
+def test_a_task_that_is_derived_from_one_of_regard_has_its_settings_checked():
+    derived = dataclass(frozen=True)(type("Derived", (Passkey,), {"name": "derived"}))
+    with pytest.raises(ProblemError, match="lengths has 0: expected whole numbers from 1 on"):
+        evaluate(derived((0,)), uniform)
 
 
 def test_a_file_without_questions_is_refused(tmp_path):

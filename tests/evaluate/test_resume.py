@@ -17,10 +17,10 @@ import torch
 from transformers.utils import chat_template_utils
 
 from regard.errors import ProblemError
-from regard.evaluate import Documents, KeyValues, Passkey, Recall, Tokenizer, as_model, evaluate
+from regard.evaluate import Documents, KeyValues, Passkey, Recall, Tokenizer, as_model, evaluate, task_of
 from regard.evaluate import records as files
 from regard.evaluate.losses import Extrapolation, Perplexity, Stream
-from regard.evaluate.run import runs_of, share_of
+from regard.evaluate.run import runs_of, settings_of, share_of
 from tests.cli import tiny
 
 TASK = Passkey((400,), (0.0, 0.5, 1.0), samples=7)
@@ -197,6 +197,28 @@ def test_the_prompts_are_those_of_transformers_on_the_day_of_all_prompts(monkeyp
     assert "Friday 26 Jul 2024, July, 2024-07-26" in theirs
 
 
+@pytest.mark.parametrize(
+    ("form", "day"),
+    [
+        ("%-d %B", "26 July"), ("%e.%-m.%-y", "26.7.24"), ("%F", "2024-07-26"), ("%D, %x", "07/26/24, 07/26/24"),
+        ("%-I:%M %p", "12:00 AM"), ("%T, %X, %R", "00:00:00, 00:00:00, 00:00"), ("%c", "Fri Jul 26 00:00:00 2024"),
+    ],
+)  # fmt: skip
+def test_a_template_may_ask_for_the_day_in_any_form(form, day, monkeypatch):
+    tokenizer = tiny.byte_level()
+    tokenizer.chat_template = f"{{{{ strftime_now('{form}') }}}}: {{{{ messages[0]['content'] }}}}"
+    assert Tokenizer.of(tokenizer).chat == (f"{day}: ", "")
+    on_the_day(monkeypatch, 2024, 7, 26)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == f"{day}: "
+
+
+def test_a_template_that_asks_for_the_day_in_an_unknown_form_is_refused():
+    tokenizer = tiny.byte_level()
+    tokenizer.chat_template = "{{ strftime_now('%d of %Ob') }}: {{ messages[0]['content'] }} 5 %"
+    with pytest.raises(ProblemError, match="the chat template asks for the day by %O: expected parts such as %d"):
+        Tokenizer.of(tokenizer)
+
+
 def test_a_run_with_another_chat_template_is_refused_by_name(tmp_path):
     def uniform(tokens):
         return torch.zeros(*tokens.shape, len(tokenizer))
@@ -207,6 +229,16 @@ def test_a_run_with_another_chat_template_is_refused_by_name(tmp_path):
     tokenizer.chat_template = DATED.replace("says", "answers")
     with pytest.raises(ProblemError, match=r'tokenizer is "\w+" there and "\w+" here'):
         evaluate(task, uniform, tokenizer, label="model", file=file)
+
+
+@pytest.mark.parametrize("name", ["needle", "passkey", "niah_single_2"])
+@pytest.mark.parametrize(("bird", "count"), [("He saw {} birds.", None), ("он увидел {} птиц.", 400)])
+def test_the_sentences_of_a_text_are_a_setting_where_few_begin_with_a_capital(name, bird, count, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(bird.format(i) for i in range(400)), encoding="utf-8")
+    task = task_of(name, haystack=str(book))
+    assert settings_of(task, as_model(model)).get("sentences") == count
+    assert "sentences" not in settings_of(task_of("stream", haystack=str(book)), as_model(model))
 
 
 def test_a_run_with_other_questions_in_the_same_file_is_refused_by_name(tmp_path):

@@ -1,5 +1,6 @@
 """Texts to tokens and back: pieces of one text, bytes, the ends of an answer, the chat template."""
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -13,20 +14,28 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from regard.evaluate import Documents, KeyValues, Needle, Passkey, Question, Recall, Tokenizer, as_model, evaluate
 from regard.evaluate.answer import answers
 from regard.evaluate.harness import harness_config
+from tests.cli import tiny
 
 SIGNS = [*map(chr, range(33, 127)), "\n", "\N{LOWER ONE EIGHTH BLOCK}", "\N{LOWER ONE EIGHTH BLOCK}" * 2]
 
 
-def characters(*, is_prefixed, doubles=()):
-    """A tokenizer of characters and of two spaces, as Llama 2's with a space before each text that it encodes."""
+def characters(prefix=None, *, doubles=()):
+    """A tokenizer of characters and of two spaces, as Llama 2's with a space before each text that it encodes.
+
+    Args:
+        prefix: what puts the space there: a normalizer, or a `Metaspace` of a scheme; None for no space.
+    """
     signs = [*SIGNS, *doubles]
     space = SIGNS[-2]
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {sign: 3 + i for i, sign in enumerate(signs)}
     merges = [(space, space), *((pair[0], pair[1]) for pair in doubles)]
     made = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True))
-    replaced, prefix = normalizers.Replace(" ", space), [normalizers.Prepend(space)] if is_prefixed else []
-    made.normalizer = normalizers.Sequence([*prefix, replaced])
-    strip = [decoders.Strip(" ", 1, 0)] if is_prefixed else []
+    if prefix in ("first", "always"):
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    else:
+        before = [normalizers.Prepend(space)] if prefix else []
+        made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", space)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     made.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse(), *strip])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
@@ -36,7 +45,11 @@ def nothing(tokens):
     return torch.zeros(*tokens.shape, 200)
 
 
-@pytest.mark.parametrize("is_prefixed", [False, True])
+PREFIXES = ("normalizer", "first", "always")
+
+
+@pytest.mark.parametrize("prefix", [None, *PREFIXES])
+@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize(
     "task",
     [
@@ -47,24 +60,31 @@ def nothing(tokens):
     ],
     ids=lambda task: task.name,
 )
-def test_the_pieces_of_a_prompt_have_the_tokens_of_the_whole_text(task, is_prefixed):
-    tokenizer = characters(is_prefixed=is_prefixed)
-    for example in task.examples(as_model(nothing, tokenizer)):
+def test_the_pieces_of_a_prompt_have_the_tokens_of_the_whole_text(task, chat, prefix):
+    tokenizer = characters(prefix)
+    tokenizer.chat_template = "{% for each in messages %}[{{ each.content }}]{% endfor %}says:"
+    for example in dataclasses.replace(task, chat=chat).examples(as_model(nothing, tokenizer)):
         found = [*example.tokens, *example.target]
         text = tokenizer.decode(found, skip_special_tokens=True)
-        assert found == tokenizer(text)["input_ids"]
-        assert not re.search("  | \n\n", text)  # no space was put before a piece
+        assert found == tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        assert not re.search("  | \n\n|says: ", text)  # no space was put before a piece
 
 
-def test_a_piece_that_begins_with_a_line_end_is_not_merged_with_what_is_before_it():
-    plain, prefixed = (Tokenizer.of(characters(is_prefixed=each, doubles=("\n\n",))) for each in (False, True))
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_piece_that_begins_with_a_line_end_is_not_merged_with_what_is_before_it(prefix):
+    plain, prefixed = (Tokenizer.of(characters(each, doubles=("\n\n",))) for each in (None, prefix))
     assert prefixed.encode_after("\nKey") == plain.encode("\nKey") == [plain.encode("\n")[0], *plain.encode("Key")]
 
 
-def test_only_a_tokenizer_that_puts_a_space_before_each_text_is_given_another_digest():
-    plain, prefixed = (Tokenizer.of(characters(is_prefixed=each)) for each in (False, True))
-    assert prefixed.encode_after(" 48") == plain.encode_after(" 48") == plain.encode(" 48") != prefixed.encode(" 48")
-    assert Tokenizer.of(None).digest() == "c91bde9f4fc1dd35"
+@pytest.mark.parametrize(("prefix", "text"), [("normalizer", " 48"), ("first", "48"), ("always", "48")])
+def test_a_text_that_follows_another_one_has_no_space_before_it(prefix, text):
+    plain, prefixed = (Tokenizer.of(characters(each)) for each in (None, prefix))
+    assert prefixed.encode_after(text) == plain.encode_after(text) == plain.encode(text) != prefixed.encode(text)
+
+
+def test_the_digest_of_a_tokenizer_that_puts_no_space_before_a_text_is_what_it_was():
+    found = [Tokenizer.of(each).digest() for each in (None, characters(), tiny.byte_level())]
+    assert found == ["c91bde9f4fc1dd35", "892a770ea545c422", "59c79c2035b2693e"]
 
 
 def test_a_small_tokenizer_may_refuse_the_signs_by_which_pieces_are_measured():
@@ -117,7 +137,7 @@ def test_bytes_have_no_end_tokens():
 
 
 def test_a_prompt_for_the_harness_has_the_special_tokens_of_the_chat_template(tmp_path):
-    tokenizer = characters(is_prefixed=False)
+    tokenizer = characters()
     tokenizer.chat_template = "<s>{% for each in messages %}[{{ each.content }}]</s>{% endfor %}says"
     model = as_model(nothing, tokenizer)
     for chat, begin, end in ((True, "<s>[A special", "text?]</s>saysThe "), (False, "A special", "text? The ")):

@@ -364,22 +364,23 @@ def test_pairs_refuse_heads_that_they_were_not_chosen_for():
             RopePairs(Rope(8), ((0, 1), (1, 2))).rotate(wrong)
 
 
-# ---- quantised modules ----------------------------------------------------------------------------------------------
+# ---- projections that are more than their weights -------------------------------------------------------------------
 
 
-def test_without_weights_to_read_the_expanded_form_is_taken():
-    module, x = LatentAttention(31, 6, **SIZES).eval(), torch.randn(1, 9, 31)
-    for name in ("k_up", "v_up"):
-        setattr(module, name, Opaque(getattr(module, name)))
-    cache = KVCache()
-    with torch.no_grad():
-        whole = module(x, absorbed=False)
-        steps = [module(x[:, i : i + 1], cache=cache) for i in range(9)]
-        assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-5)
-        with pytest.raises(ProblemError, match="absorbed=True needs the weights of k_up and v_up"):
-            module(x, absorbed=True)
-        with pytest.raises(ProblemError, match="a cache with evict= needs the weights of k_up and v_up"):
-            module(x, cache=KVCache(evict=H2O(5)))
+def replaced(linear: torch.nn.Linear) -> torch.nn.Linear:
+    before = linear.forward
+    linear.forward = lambda input: 2 * before(input)  # noqa: A006  # the name of nn.Linear
+    return linear
+
+
+class Adapted(torch.nn.Linear):
+    """A projection with an adapter, which its weight does not contain."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name of nn.Linear
+        return super().forward(input) + input.sum(-1, keepdim=True)
 
 
 class Opaque(torch.nn.Module):
@@ -394,6 +395,22 @@ class Opaque(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
+
+
+@pytest.mark.parametrize("change", [replaced, Adapted, Opaque])
+@pytest.mark.parametrize("name", ["k_up", "v_up"])
+def test_where_weights_do_not_say_the_output_the_expanded_form_is_taken(name, change):
+    module, x = LatentAttention(31, 6, **SIZES).eval(), torch.randn(1, 9, 31)
+    setattr(module, name, change(getattr(module, name)))
+    cache = KVCache()
+    with torch.no_grad():
+        whole = module(x, absorbed=False)
+        steps = [module(x[:, i : i + 1], cache=cache) for i in range(9)]
+        assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-5)
+        with pytest.raises(ProblemError, match=rf"absorbed=True reads .* and {name} .*; or leave absorbed= out"):
+            module(x, absorbed=True)
+        with pytest.raises(ProblemError, match=rf"a cache with evict= reads .* and {name} .*; or leave evict= out"):
+            module(x, cache=KVCache(evict=H2O(5)))
 
 
 # ---- what makes no sense --------------------------------------------------------------------------------------------

@@ -174,6 +174,10 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
     with pytest.raises(RefusalError, match=r"Doubled has a forward of its own"):
         from_torch(Doubled(WIDTH, HEADS))
     assert isinstance(from_torch(Named(WIDTH, HEADS)), MultiHeadAttention)
+    replaced = theirs_of()
+    replaced.forward = Doubled(WIDTH, HEADS).forward
+    with pytest.raises(RefusalError, match=r"MultiheadAttention has a forward of its own"):
+        from_torch(replaced)
 
 
 class Adapted(nn.Linear):
@@ -197,6 +201,20 @@ def test_projections_that_are_more_than_their_weights_are_refused(convert: Calla
     convert(hooked)
 
 
+@pytest.mark.parametrize("convert", [to_torch, partial(to_latent, kv_rank=6), partial(share_heads, kv_heads=1)])
+def test_a_projection_whose_forward_was_replaced_is_refused(convert: Callable[[MultiHeadAttention], Any]):
+    module = MultiHeadAttention(WIDTH, HEADS)
+    before = module.k_proj.forward
+    module.k_proj.forward = lambda input: 2 * before(input)  # noqa: A006  # the name of nn.Linear
+    with pytest.raises(RefusalError, match="k_proj has a forward other than that of its class"):
+        convert(module)
+    module.k_proj.forward = module.v_proj.forward
+    with pytest.raises(RefusalError, match="k_proj has a forward other than that of its class"):
+        convert(module)
+    module.k_proj.forward = before  # as accelerate does when its hooks are removed
+    convert(module)
+
+
 @pytest.mark.parametrize(
     "change", [nn.utils.parametrizations.weight_norm, partial(l1_unstructured, name="weight", amount=0.5)]
 )
@@ -206,6 +224,40 @@ def test_a_weight_that_is_computed_is_converted_as_it_is(change: Callable[[nn.Li
     truth = ours(x)
     assert torch.allclose(to_torch(ours)(x, x, x)[0], truth, atol=1e-6)
     assert torch.allclose(to_latent(ours, kv_rank=WIDTH).module(x), truth, atol=1e-5)
+
+
+def pruned(module: nn.Module, name: str) -> None:
+    l1_unstructured(module, name, amount=0.5)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("change", [pruned, nn.utils.parametrizations.weight_norm])
+def test_a_weight_that_is_computed_is_trained_if_its_parameters_are(
+    change: Callable[[nn.Module, str], Any], trained: bool
+):  # fmt: skip
+    ours = MultiHeadAttention(WIDTH, HEADS, qkv_bias=True, out_bias=True)
+    change(ours.q_proj, "weight")
+    with torch.set_grad_enabled(not trained):
+        ours(torch.randn(1, 2, WIDTH))  # computes the weight, which requires a gradient where it is not trained later
+        for name, p in ours.named_parameters():
+            p.requires_grad_(name.startswith("q_proj") and trained != (name == "q_proj.bias"))
+        latent, theirs = to_latent(ours, kv_rank=WIDTH).module, to_torch(ours)
+    assert latent.q_proj is not None
+    assert (latent.q_proj.weight.requires_grad, latent.q_proj.bias.requires_grad) == (trained, not trained)
+    assert (theirs.in_proj_weight.requires_grad, theirs.in_proj_bias.requires_grad) == (trained, not trained)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_of_torch_that_are_computed_are_trained_if_their_parameters_are(trained: bool):
+    theirs = theirs_of()
+    pruned(theirs, "in_proj_weight")
+    with torch.set_grad_enabled(not trained):
+        theirs(*[torch.randn(1, 2, WIDTH)] * 3)
+    for name, p in theirs.named_parameters():
+        p.requires_grad_(trained == name.startswith("in_proj_weight"))
+    ours = from_torch(theirs)
+    assert [p.weight.requires_grad for p in (ours.q_proj, ours.k_proj, ours.v_proj)] == [trained] * 3
+    assert [p.requires_grad for p in (ours.k_proj.bias, ours.o_proj.weight)] == [not trained] * 2
 
 
 def test_what_was_frozen_stays_frozen():

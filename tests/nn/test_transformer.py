@@ -1,10 +1,12 @@
 """Small whole models: what stands later changes nothing, caches change nothing, and they learn."""
 
 import math
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,10 +282,23 @@ def test_generation_that_makes_no_sense_is_refused():
         (prompt, 2.0, 0.0, "count is 2.0: expected a whole number"),
         (prompt, 3, -1.0, "temperature is -1.0: expected 0"),
         (prompt, 0, math.nan, "temperature is nan: expected 0"),
-        (prompt, 3, "hot", "temperature is 'hot': expected 0"),
+        (prompt, 3, "0.5", "temperature is of class str and has no value as a float: expected 0"),
+        (prompt, 3, True, "temperature is of class bool"),
+        (prompt, 3, 10**400, "temperature is of class int and has no value as a float"),
+        (prompt, 3, torch.ones(2), "temperature is of class Tensor"),
     ):
         with pytest.raises(ProblemError, match=said):
             model.generate(tokens, count, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), Fraction(1, 2)])
+def test_a_temperature_may_be_any_number_that_float_takes(temperature: Any):
+    model, prompt = Decoder(19, 32, 1, 4), torch.tensor([[3, 1, 4]])
+
+    def drawn(temperature: Any) -> Tensor:
+        return model.generate(prompt, 9, temperature=temperature, generator=torch.Generator().manual_seed(0))
+
+    assert torch.equal(drawn(temperature), drawn(0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -45,6 +45,23 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: float32)")
     parser.add_argument("--device", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: torch's)")
+    _add_task_options(parser)
+    generate_options.add_cache_options(parser)
+    parser.add_argument("--step", type=count(1), metavar="N", help="tokens read at once after the first piece")
+    parser.add_argument(
+        "--with-question", action="store_true", help="evict after the question; without it, before the question is read"
+    )
+    parser.add_argument("--results", metavar="FILE", help="the file of examples (default: named by task and settings)")
+    add_json(parser, "results")
+    parser.add_argument("--plot", metavar="FILE", help="draw the results, as SVG")
+    parser.add_argument("--html", metavar="FILE", help="write a page with tables and pictures")
+    add_force(parser)
+    defaults = vars(parser.parse_args([]))
+    parser.set_defaults(run=run, defaults=defaults)
+
+
+def _add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of tasks."""
     group = parser.add_argument_group(
         "task", "Defaults are those of the task; an option that it does not have is refused."
     )
@@ -62,18 +79,6 @@ def add_to(commands: Any) -> None:
     group.add_argument("--seed", type=count(0), metavar="N", help="seed of the examples (default: 0)")
     group.add_argument("--haystack", metavar="TEXT", help="moby-dick, noise, or a file")
     group.add_argument("--chat", action="store_true", default=None, help="ask in the model's chat template")
-    generate_options.add_cache_options(parser)
-    parser.add_argument("--step", type=count(1), metavar="N", help="tokens read at once after the first piece")
-    parser.add_argument(
-        "--with-question", action="store_true", help="evict after the question; without it, before the question is read"
-    )
-    parser.add_argument("--results", metavar="FILE", help="the file of examples (default: named by task and settings)")
-    add_json(parser, "results")
-    parser.add_argument("--plot", metavar="FILE", help="draw the results, as SVG")
-    parser.add_argument("--html", metavar="FILE", help="write a page with tables and pictures")
-    add_force(parser)
-    defaults = vars(parser.parse_args([]))
-    parser.set_defaults(run=run, defaults=defaults)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,9 +122,14 @@ def has_file(model: str | None) -> bool:
     return model is not None and ":" in model
 
 
+def files_of(args: argparse.Namespace) -> list[OutputFile]:
+    """The files that the options name, besides that of the examples."""
+    return output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
+
+
 def _check_files(args: argparse.Namespace) -> None:
     """Raise `ProblemError` for outputs that cannot be written, or that are files of this run."""
-    files = output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
+    files = files_of(args)
     results = [] if args.results is None else [OutputFile("--results", args.results, "results")]
     inputs, models = [*args.files, args.haystack, args.questions], list[str | None]()
     if has_file(args.model):

@@ -18,17 +18,17 @@ from typing import Any, cast
 import torch
 
 from regard.bench.rounds import on_threads
-from regard.cli.evaluate import has_file
+from regard.cli.evaluate import files_of, has_file
 from regard.cli.generate import DTYPES
 from regard.cli.generate_options import cache_spec
-from regard.cli.outputs import STDOUT, write_json, write_text
+from regard.cli.outputs import STDOUT, check_not_results, write_json, write_text
 from regard.cli.progress import progress_bars
 from regard.errors import ProblemError
 from regard.evaluate import TASKS, CacheOptions, Results, as_model, evaluate, task_of
 from regard.evaluate.models import Model
 from regard.evaluate.page import page
 from regard.evaluate.picture import picture
-from regard.evaluate.records import whole_of
+from regard.evaluate.records import parts, whole_of
 from regard.evaluate.results import comparison
 from regard.evaluate.run import runs_of, settings_of
 from regard.storage.stored import Contiguous
@@ -56,6 +56,7 @@ def evaluate_task(args: argparse.Namespace) -> int:
         model = load_model(args)
         progress("model", 1, 1)
         file = Path(args.results or _default_file(settings_of(task, model)))
+        check_not_results(files_of(args), [file, *parts(file)])
         name_file = one_time(f"results: {file}")
 
         def advance(done: int, total: int) -> None:
@@ -157,6 +158,7 @@ def _module_of(path: Path) -> ModuleType:
 def show(args: argparse.Namespace) -> int:
     """Show the results of files: of one run, or of several side by side."""
     paths = [Path(file) for file in args.files]
+    check_not_results(files_of(args), [part for path in paths for part in parts(path)])
     runs = runs_of(paths)
     for path in paths:
         whole = whole_of(path)

@@ -91,6 +91,13 @@ def check_outputs(
             _check_replaced(file, path, force, models)
 
 
+def check_not_results(files: Sequence[OutputFile], results: Sequence[Path]) -> None:
+    """Raise `ProblemError` for a file that would replace results of this run, which `--force` does not allow either."""
+    for file in files:
+        if any(_is_same(file.name, str(each)) for each in results):
+            raise ProblemError(f"{file.name} is a file of this run's results: name another one after {file.option}.")
+
+
 def _check_suffix(file: OutputFile) -> None:
     """Raise `ProblemError` for a picture under the name of another format: viewers choose by the name."""
     suffix = Path(file.name).suffix
@@ -103,12 +110,14 @@ def _check_suffix(file: OutputFile) -> None:
 def _check_different(files: Sequence[OutputFile]) -> None:
     for number, file in enumerate(files):
         for other in files[:number]:
-            if os.path.realpath(file.name) == os.path.realpath(other.name) or _is_same(file.name, other.name):
+            if _is_same(file.name, other.name):
                 raise ProblemError(f"{other.option} and {file.option} name the same file: give each its own.")
 
 
 def _is_same(one: str, other: str) -> bool:
-    """Whether both names are links to one file."""
+    """Whether both names are of one file, which need not exist yet, or links to one."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
     return Path(one).is_file() and Path(other).is_file() and Path(one).samefile(other)
 
 

@@ -43,9 +43,9 @@ def answers(model: Model, examples: Sequence[Example], *, share: bool = True) ->
 
 
 def check_fits(model: Model, example: Example) -> None:
-    """Raise `ProblemError` for an example that is longer than the model, or has tokens that it does not know.
+    """Raise `ProblemError` for an example that is longer than the model or has tokens that it does not know.
 
-    So does a passage that is read whole before the policy of its cache evicts.
+    Also for a passage that is read whole before the policy of its cache evicts.
     """
     is_question = isinstance(example, Question)
     after = max(len(example.target), example.new_tokens) if is_question else -1  # the last of a passage is not read

@@ -24,7 +24,8 @@ from typing import Any, cast
 from regard.errors import ProblemError
 from regard.evaluate.answer import found_in
 from regard.evaluate.models import Model
-from regard.evaluate.task import Question, Task, check_settings
+from regard.evaluate.task import Question, Task
+from regard.evaluate.tasks import check_task
 
 SPARE = 8
 """Tokens to generate beyond those of an answer: it may begin with a space or a quotation mark."""
@@ -44,7 +45,7 @@ def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, An
     Raises:
         ProblemError: the task measures losses, or has a setting that no text has.
     """
-    check_settings(task)
+    check_task(task)
     examples = list(task.examples(model))
     questions = [example for example in examples if isinstance(example, Question)]
     if len(questions) < len(examples):

@@ -15,8 +15,7 @@ import copy
 import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -95,6 +94,7 @@ class Model:
         vocabulary: tokens that it knows; None if unknown.
         cache: its KV cache; None for models without.
         digest: of its weights; empty if unknown.
+        whole: what it was made of. `evaluate` puts a module in evaluation mode; readers run it in the mode that it has.
     """
 
     label: str
@@ -105,6 +105,7 @@ class Model:
     vocabulary: int | None = None
     cache: CacheOptions | None = None
     digest: str = ""
+    whole: Any = None
 
     @property
     def is_stepwise(self) -> bool:
@@ -186,7 +187,7 @@ def as_model(
     name = label or getattr(model, "__qualname__", type(model).__name__)
     call = cast(Callable[[Tensor], Tensor], model)
     digest = _digest(model) if isinstance(model, nn.Module) else ""
-    return Model(name, lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest)
+    return Model(name, lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest, whole=call)
 
 
 class _Whole(Reader):
@@ -201,8 +202,7 @@ class _Whole(Reader):
         if not last:
             return torch.empty(0)
         count, device = len(self.ids), _device(self.call)
-        with evaluating(self.call):
-            logits = cast(Any, self.call(torch.tensor([self.ids], device=device)))
+        logits = cast(Any, self.call(torch.tensor([self.ids], device=device)))
         if not _are_logits(logits, count):
             got = type(logits).__name__
             if isinstance(logits, Tensor):
@@ -230,30 +230,6 @@ def _device(model: Any) -> torch.device | None:
     return None if weight is None else weight.device
 
 
-@contextmanager
-def evaluating(model: Any) -> Generator[None]:
-    """A module in evaluation mode, so without dropout, and afterwards as it was; a function as it is.
-
-    >>> layer = nn.Dropout(0.5)
-    >>> with evaluating(layer):
-    ...     inside = layer.training
-    >>> inside, layer.training
-    (False, True)
-    """
-    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
-    if not any(training for _, training in modes):
-        yield
-        return
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)
-        for each, training in modes:
-            each.training = training
-
-
 class _Cached(Reader):
     """A model with a KV cache. `call(tokens, cache, last)` gives logits [1, last, vocabulary]."""
 
@@ -272,16 +248,15 @@ def _of_decoder(
     model: Decoder, tokenizer: Tokenizer, cache: CacheOptions, positions: int | None, label: str | None
 ) -> Model:
     def call(tokens: Tensor, caches: Any, last: int) -> Tensor:
-        with evaluating(model):
-            states = model.body(tokens, caches=caches)
-            return model.unembedding(states[:, states.shape[1] - last :])
+        states = model.body(tokens, caches=caches)
+        return model.unembedding(states[:, states.shape[1] - last :])
 
     device, vocabulary = next(model.parameters()).device, cast(Any, model.unembedding).out_features
 
     def start() -> Reader:
         return _Cached(call, model.caches(*cache[:3]), device)
 
-    return Model(label or "Decoder", start, tokenizer, positions, False, vocabulary, cache, _digest(model))
+    return Model(label or "Decoder", start, tokenizer, positions, False, vocabulary, cache, _digest(model), model)
 
 
 def _of_transformers(
@@ -294,8 +269,7 @@ def _of_transformers(
 
     def call(tokens: Tensor, past: Any, last: int) -> Tensor:
         kept = max(1, last)  # 0 would be all
-        with evaluating(model):
-            logits = model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept).logits
+        logits = model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept).logits
         return logits[:, logits.shape[1] - last :]
 
     def start() -> Reader:
@@ -307,7 +281,7 @@ def _of_transformers(
     return Model(
         label or model.config.name_or_path or type(model).__name__, start, tokenizer,
         positions or getattr(config, "max_position_embeddings", None), not _has_rope(config),
-        config.vocab_size, cache, _digest(model),
+        config.vocab_size, cache, _digest(model), model,
     )  # fmt: skip
 
 

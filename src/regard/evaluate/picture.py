@@ -1,7 +1,7 @@
 """Pictures of results as SVG: a heat map of a grid, accuracy by position, losses over positions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from regard.evaluate.intervals import Interval
@@ -98,6 +98,10 @@ def _number(value: float | str) -> tuple[int, float, str]:
     return (1, 0.0, value) if isinstance(value, str) else (0, float(value), "")
 
 
+Place = Callable[[float, float], tuple[float, float]]
+"""From the values of both axes to the place in a picture."""
+
+
 def plot(title: str, label: str, lines: Sequence[Line], limits: tuple[float, float] | None) -> Part:
     """Lines with the bands of their intervals over a linear axis."""
     points = [point for _, line in lines for point in line]
@@ -127,20 +131,23 @@ def plot(title: str, label: str, lines: Sequence[Line], limits: tuple[float, flo
         parts.append(f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{y_name}</text>')
         parts.append(f'<text x="{place:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{x_name}</text>')
     for i, (_, line) in enumerate(lines):
-        colour = COLOURS[i % len(COLOURS)]
-        upper = [at(x, min(each.high, high)) for x, each in line]
-        lower = [at(x, max(each.low, low)) for x, each in reversed(line)]
-        if all(math.isfinite(each.high) for _, each in line):
-            parts.append(f'<polygon points="{_path([*upper, *lower])}" fill="{colour}" opacity="0.15"/>')
-        middle = [at(x, each.value) for x, each in line]
-        parts.append(f'<polyline points="{_path(middle)}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{colour}"/>' for x, y in middle]
+        parts += _drawn(line, COLOURS[i % len(COLOURS)], at)
     names = [(i, name) for i, (name, _) in enumerate(lines) if name]
     for i, name in names:
         y = TOP + HEIGHT + 50 + 15 * i
         parts.append(f'<path d="M{LEFT} {y - 4}h16" stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="2.4"/>')
         parts.append(f'<text x="{LEFT + 22}" y="{y}">{escape(name)}</text>')
     return LEFT + WIDTH + 20, TOP + HEIGHT + 46 + 15 * len(names), "".join(parts)
+
+
+def _drawn(line: Sequence[tuple[float, Interval]], colour: str, at: Place) -> list[str]:
+    """A line with its points, over the band of its intervals where these are finite; `at` keeps it in the picture."""
+    middle, parts = [at(x, each.value) for x, each in line], list[str]()
+    if all(math.isfinite(each.high) for _, each in line):
+        upper, lower = [at(x, each.high) for x, each in line], [at(x, each.low) for x, each in reversed(line)]
+        parts.append(f'<polygon points="{_path([*upper, *lower])}" fill="{colour}" opacity="0.15"/>')
+    parts.append(f'<polyline points="{_path(middle)}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+    return [*parts, *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{colour}"/>' for x, y in middle)]
 
 
 def _note(title: str, text: str) -> Part:

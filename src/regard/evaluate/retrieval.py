@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from regard.errors import ProblemError
 from regard.evaluate import prompts
-from regard.evaluate.haystack import MOBY_DICK, Haystack, haystack
+from regard.evaluate.haystack import MOBY_DICK, Haystack, haystack, sentences_setting
 from regard.evaluate.models import Model
 from regard.evaluate.task import Cell, Question, generator, prompt_parts
 from regard.evaluate.tokens import Tokenizer
@@ -56,6 +56,10 @@ class Needle:
     seed: int = 0
     haystack: str = MOBY_DICK
     chat: bool = False
+
+    def of_text(self) -> dict[str, int]:
+        """Its sentences, for results."""
+        return sentences_setting(self.haystack)
 
     def examples(self, model: Model) -> Iterator[Question]:
         """By length, then depth: each shares its prefix with the next ones."""
@@ -127,6 +131,10 @@ class Passkey:
     seed: int = 0
     haystack: str = "noise"
     chat: bool = False
+
+    def of_text(self) -> dict[str, int]:
+        """Its sentences, for results."""
+        return sentences_setting(self.haystack)
 
     def examples(self, model: Model) -> Iterator[Question]:
         """By length, then depth."""

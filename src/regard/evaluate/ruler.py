@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple
 
 from regard.errors import ProblemError
 from regard.evaluate import prompts
-from regard.evaluate.haystack import MOBY_DICK, NOISE, read, sentences
+from regard.evaluate.haystack import MOBY_DICK, NOISE, read, sentences, sentences_setting
 from regard.evaluate.models import Model
 from regard.evaluate.prompts import Prompt
 from regard.evaluate.task import Question, generator, prompt_parts
@@ -157,8 +157,11 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
 # ---- needles --------------------------------------------------------------------------------------------------------
 
 
-FEW_KEYS, MOST_KEYS = 1200, 36000
-"""Needles of a haystack of needles whose keys are of 80 words, of 400 words: 30,000 tokens, 800,000 tokens."""
+FEW_KEYS = 1200
+"""Needles of a haystack of needles whose keys are of 80 words, at most: 30,000 tokens."""
+
+MOST_KEYS = 36000
+"""Needles of a haystack of needles whose keys are of 400 words, at most: 800,000 tokens."""
 
 
 class NeedleKind(NamedTuple):
@@ -181,6 +184,10 @@ class _Niah(_Ruler):
     def least(self) -> int:
         return self.kind.keys * self.kind.values
 
+    def of_text(self) -> dict[str, int]:
+        """Its sentences, for results."""
+        return sentences_setting(self.haystack) if self.kind.haystack == "book" else {}
+
     def make(self, units: int, by: random.Random, length: int) -> Text:
         """Units are sentences."""
         kind = self.kind
@@ -201,9 +208,9 @@ class _Niah(_Ruler):
 
     def _keys(self, units: int, by: random.Random) -> tuple[list[str], list[str]]:
         """The keys of the needles, and those of a haystack of needles: all different, so that a value is one key's."""
-        count, are_hay = self.kind.keys, self.kind.haystack == "needles"
-        are_many = are_hay and self.kind.key == "words" and units > FEW_KEYS
-        found = prompts.distinct("many words" if are_many else self.kind.key, count + units * are_hay, by)
+        count, is_hay = self.kind.keys, self.kind.haystack == "needles"
+        is_many = is_hay and self.kind.key == "words" and units > FEW_KEYS
+        found = prompts.distinct("many words" if is_many else self.kind.key, count + units * is_hay, by)
         return found[:count], found[count:]
 
     def most(self, length: int) -> int:

@@ -28,8 +28,9 @@ from regard.evaluate.answer import answers, check_fits
 from regard.evaluate.haystack import digest, digest_of_file
 from regard.evaluate.models import CacheOptions, Model, as_model
 from regard.evaluate.results import Results
-from regard.evaluate.task import Example, Passage, Task, check_settings, settings
-from regard.evaluate.tasks import class_of
+from regard.evaluate.task import Example, Passage, Task, settings
+from regard.evaluate.tasks import check_task, class_of
+from regard.integrate.evaluation_mode import evaluating
 
 Progress = Callable[[int, int], None]
 """Called with (examples done, examples in all)."""
@@ -68,7 +69,7 @@ def evaluate(
     >>> evaluate(Needle((400,), (0.5,), samples=2, haystack="noise"), lambda ids: torch.zeros(*ids.shape, 256)).score
     Interval(value=0.0, low=0.0, high=0.65...)
     """
-    check_settings(task)
+    check_task(task)
     made = as_model(model, tokenizer, cache=cache, positions=positions, label=label)
     examples = list(task.examples(made))
     _check(examples, made)
@@ -83,7 +84,7 @@ def evaluate(
     ours = [each for each in share_of(examples, task.axes, rank, world) if each.name not in found]
     count = len(examples) - len(found) if world == 1 else len(ours)
     done = len(examples) - count
-    with nullcontext() if own is None else records.Writer(own, chosen, about) as writer:
+    with nullcontext() if own is None else records.Writer(own, chosen, about) as writer, evaluating(made.whole):
         if progress is not None:
             progress(done, len(examples))
         for number, (example, answer) in enumerate(answers(made, ours, share=share), done + 1):

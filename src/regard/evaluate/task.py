@@ -111,19 +111,23 @@ OWN = ("context", "stride", "trained")
 """Settings that are one whole number; 0: that of the model."""
 
 
+def check_is_task(task: Any) -> None:
+    """Raise `ProblemError` for what is no task."""
+    if isinstance(task, type) or not is_dataclass(task) or not hasattr(task, "examples"):
+        name = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
+        raise ProblemError(
+            f"the task is {name}: expected a task with its settings, such as Needle() or task_of('needle')."
+        )
+
+
 def check_settings(task: Any) -> None:
-    """Raise `ProblemError` for what is no task, and for settings that no text can have.
+    """Raise `ProblemError` for settings of a task of regard that no text can have.
 
     >>> from regard.evaluate.retrieval import Passkey
     >>> check_settings(Passkey(depths=(0.5, 2.0)))
     Traceback (most recent call last):
     regard.errors.ProblemError: depths has 2.0: expected numbers from 0 to 1, shares of the text.
     """
-    if isinstance(task, type) or not is_dataclass(task) or not hasattr(task, "examples"):
-        name = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
-        raise ProblemError(
-            f"the task is {name}: expected a task with its settings, such as Needle() or task_of('needle')."
-        )
     for name in COUNTS:
         values = getattr(task, name, (1,))
         if not isinstance(values, tuple | list) or not values:
@@ -155,8 +159,9 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def settings(task: Any) -> dict[str, Any]:
-    """The name and all settings of a task, as JSON has them."""
-    return {"task": task.name} | {key: _plain(value) for key, value in asdict(task).items() if key != "text"}
+    """The name and all settings of a task, as JSON has them, with what it says of its text besides (`of_text`)."""
+    fields = {key: _plain(value) for key, value in asdict(task).items() if key != "text"}
+    return {"task": task.name} | fields | getattr(task, "of_text", dict[str, Any])()
 
 
 def _plain(value: Any) -> Any:

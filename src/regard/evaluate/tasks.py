@@ -7,7 +7,7 @@ from regard.evaluate.documents import Documents, Recall
 from regard.evaluate.losses import Extrapolation, Perplexity, Stream
 from regard.evaluate.retrieval import KeyValues, Needle, Passkey
 from regard.evaluate.ruler import RULER
-from regard.evaluate.task import Task
+from regard.evaluate.task import Task, check_is_task, check_settings
 
 TASKS: dict[str, type[Any]] = {
     **{each.name: each for each in (Needle, Passkey, KeyValues, Documents, Recall)},
@@ -30,6 +30,13 @@ def task_of(name: str, **options: Any) -> Task:
     regard.errors.ProblemError: unknown task 'needel'. Near: needle.
     """
     return class_of(name)(**options)
+
+
+def check_task(task: Any) -> None:
+    """Raise `ProblemError` for what is no task, and for a task of `TASKS` with settings that no text can have."""
+    check_is_task(task)
+    if isinstance(task, tuple(TASKS.values())):
+        check_settings(task)
 
 
 def class_of(name: str) -> type[Any]:

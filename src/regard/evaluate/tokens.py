@@ -50,16 +50,23 @@ class Tokenizer:
 
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
-        """Texts with their tokens, for texts that follow; none where `encode` gives " x" the tokens it has in "a x".
+        """Texts with their tokens, for texts that follow; none where `encode` gives a text the tokens it has in others.
 
-        Llama 2's tokenizer puts a space before whatever it encodes, and " 48" gets a token of two spaces.
+        Llama 2's tokenizer puts a space before whatever it encodes, and " 48" gets a token of two spaces; with
+        `Metaspace` it puts one before what has none, and "48" gets a token of a space.
         """
-        tokens = {text: _tokens_of(self, text) for text in (" x", "a", "a x", "\n", "=")}
-        known = {text: each for text, each in tokens.items() if isinstance(each, list)}
-        before, both = known.get("a", []), known.get("a x", [])
-        if both[: len(before)] != before or both[len(before) :] in (known.get(" x"), []):
+        pairs = (("a", " x"), ("\n", "x"), ("=", "x"))
+        if all(self._after(before, text) in (None, [], _tokens_of(self, text)) for before, text in pairs):
             return []
-        return [(anchor, known[anchor]) for anchor in ("\n", "=") if anchor in known]
+        known = {text: _tokens_of(self, text) for text in ("\n", "=")}
+        return [(text, tokens) for text, tokens in known.items() if tokens and isinstance(tokens, list)]
+
+    def _after(self, before: str, text: str) -> list[int] | None:
+        """The tokens of a text after another one; None where they are merged, or one cannot be encoded."""
+        head, whole = _tokens_of(self, before), _tokens_of(self, before + text)
+        if isinstance(head, str) or isinstance(whole, str) or whole[: len(head)] != head:
+            return None
+        return whole[len(head) :]
 
     def digest(self) -> str:
         """A digest of its vocabulary size, its special tokens and its tokens of fixed texts, for results.
@@ -149,17 +156,45 @@ def _of_tokenizers(tokenizer: Any) -> Tokenizer:
 TODAY = date(2024, 7, 26)
 """The day of every prompt: the one of Llama 3.1's chat template where it cannot know the day."""
 
-_PARTS = "".join(f"|replace('%{part}', '{TODAY.strftime('%' + part)}')" for part in "YymBbdjAaHMS")
-CLOCK = "{% macro strftime_now(format) %}{{ format" + _PARTS + " }}{% endmacro %}\n"
-"""What is put before a chat template that asks for the day, so that it gets `TODAY`."""
+_WHOLE = {
+    "c": "%a %b %e %T %Y", "x": "%D", "X": "%T", "D": "%m/%d/%y", "e": f"{TODAY.day:2}", "F": "%Y-%m-%d", "h": "%b",
+    "R": "%H:%M", "T": "%H:%M:%S",
+}  # fmt: skip
+"""Parts of formats that other parts make up; each is before those that it needs."""
+
+_PARTS = (
+    _WHOLE
+    | {part: TODAY.strftime(f"%{part}") for part in "aAbBdfGHIjmMpSuUVwWyYzZ"}
+    | {f"-{part}": TODAY.strftime(f"%{part}").lstrip("0") or "0" for part in "dHIjmMSy"}
+)
+"""What each part of a format becomes on that day, at midnight."""
+
+UNKNOWN = "\N{SYMBOL FOR NEGATIVE ACKNOWLEDGE}"
+CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f"|replace('%{part}', '{text}')" for part, text in _PARTS.items())
+    + f"|replace('%', '{UNKNOWN}') }}}}{{% endmacro %}}\n"
+)
+"""What is put before a chat template that asks for the day, so that it gets `TODAY`; `UNKNOWN` for other parts."""
 
 
 def _chat(tokenizer: Any) -> tuple[str, str] | None:
-    """The texts of the chat template: the same on every day, as are the examples and the digest."""
+    """The texts of the chat template: the same on every day, as are the examples and the digest.
+
+    Raises:
+        ProblemError: it asks for the day in a format that has parts beyond `_PARTS`.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages, options = [{"role": "user", "content": MARK}], {"add_generation_prompt": True, "tokenize": False}
     if "strftime_now" in str(tokenizer.chat_template):
         options["chat_template"] = CLOCK + tokenizer.get_chat_template()
-    before, _, after = tokenizer.apply_chat_template(messages, **options).partition(MARK)
+    text = tokenizer.apply_chat_template(messages, **options)
+    if UNKNOWN in text:
+        part = text.partition(UNKNOWN)[2][:1]
+        raise ProblemError(
+            f"the chat template asks for the day by %{part}: expected parts such as %d, %B or %Y. Change the template, "
+            "or set the tokenizer's chat_template to None for tasks without chat."
+        )
+    before, _, after = text.partition(MARK)
     return before, after

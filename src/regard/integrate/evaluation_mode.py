@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: Any) -> Generator[None]:
-    """A module in evaluation mode, so without dropout, and afterwards each of its modules as it was; others as they are.
+    """A module in evaluation mode, so without dropout, and afterwards as it was in each part; a function as it is.
 
     >>> layer = nn.Dropout(0.5)
     >>> with evaluating(layer):

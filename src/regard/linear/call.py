@@ -62,10 +62,7 @@ def check_call(
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented
         raise RefusalError(UNTRACEABLE)
     check_tensors(q, k, v)
-    if q.shape[3] != k.shape[3]:
-        raise ProblemError(
-            f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected equal sizes."
-        )
+    _check_qk_dim(q, k)
     _check_kinds(features, rule, state)
     if state is not None:
         check_parts(state)
@@ -78,10 +75,7 @@ def check_call(
         normalise = features is not None and not isinstance(rule, Delta)
     _check_together(features, rule, scale, normalise)
     name = form or ("recurrent" if k.shape[2] == 1 else "chunked")
-    tensors = [q, k, v, *(() if rule is None else rule.tensors())]
-    tensors += [] if state is None else [t for t in (state.S, state.z, state.log_scale) if t is not None]
-    graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    traced = torch.compiler.is_compiling()
+    graph, traced = _is_recorded((q, k, v), rule, state), torch.compiler.is_compiling()
     bounded, in_place = not traced and name != "parallel", not (graph or traced or in_transform())
     run = _run_of(name, rule)
     made_by = None if traced else _made_by(features, rule, scale, k.shape[3])
@@ -95,6 +89,20 @@ def _made_by(features: Feature | None, rule: Rule | None, scale: float | None, d
     """What a state depends on: the features, their scale (without features, only queries are scaled), the rule."""
     own = f", scale {scale or dim**-0.5:g}" if isinstance(features, NearSoftmax) and dim else ""
     return f"features={features!r}{own}, {'no rule' if rule is None else type(rule).__name__}"
+
+
+def _is_recorded(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule | None, state: LinearState | None) -> bool:
+    """Whether autograd records the call."""
+    tensors = [*qkv, *(() if rule is None else rule.tensors())]
+    tensors += [] if state is None else [t for t in (state.S, state.z, state.log_scale) if t is not None]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _check_qk_dim(q: Tensor, k: Tensor) -> None:
+    if q.shape[3] != k.shape[3]:
+        raise ProblemError(
+            f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected equal sizes."
+        )
 
 
 def _check_options(causal: object, normalise: object, form: str | None, chunk: object) -> None:

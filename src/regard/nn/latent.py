@@ -21,7 +21,7 @@ from regard.describe.position import Position, Rope
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
-from regard.nn.multi_head import both, check_cache, check_flags, check_input, length_of
+from regard.nn.multi_head import beyond_linear, both, check_cache, check_flags, check_input, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import SpecModule, as_module
@@ -61,8 +61,8 @@ class LatentAttention(nn.Module):
 
     The cheaper form runs. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
     keys the absorbed form takes 1/117 of the expanded one; for a prompt of 4,096 tokens the expanded one takes 1/3.2 of
-    the absorbed one. The absorbed form reads the weights of k_up and v_up: hooks on these two, and adapters around
-    them, act in the expanded form only.
+    the absorbed one. The absorbed form reads the weights of k_up and v_up. If these do not say what k_up and v_up
+    compute (adapters, quantised modules), the expanded form runs. Hooks on these two run in the expanded form only.
 
     Args:
         d_model: the width of x and of the output.
@@ -179,13 +179,13 @@ class LatentAttention(nn.Module):
                 [batch, tokens]; None: from the end of the cache.
             cache: stores `kv_rank + rope_heads * rope_dim` elements of each token as keys of one head, with the layout
                 `Latent(kv_rank)` or any other. The absorbed form reads them without a copy.
-            absorbed: the form; None: the one with fewer FLOPs, or the expanded one if k_up or v_up is quantised and has
-                no weight to read.
+            absorbed: the form; None: the one with fewer FLOPs, or the expanded one if k_up or v_up computes more than
+                the product with its weight, or is quantised.
 
         Raises:
-            ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts with k_up
-                or v_up quantised, or a `Rolling` cache with a rope: a `Rope` rotates the first dimensions of a key, and
-                here these are the latent.
+            ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts where
+                k_up or v_up has an adapter or is quantised, or a `Rolling` cache with a rope: a `Rope` rotates the
+                first dimensions of a key, and here these are the latent.
         """
         self._check(x, positions)
         self._check_cache(cache)
@@ -200,7 +200,7 @@ class LatentAttention(nn.Module):
             keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
         if absorbed is None:
             flops = self.flops(q.shape[2], keys.shape[2])
-            absorbed = flops.absorbed < flops.expanded and self._has_weights()
+            absorbed = flops.absorbed < flops.expanded and self._beyond_weights() is None
         visible = both(and_, self.mask, mask)
         try:
             form = self._absorbed if absorbed else self._expanded
@@ -353,17 +353,16 @@ class LatentAttention(nn.Module):
         if absorbed is not None:
             check_flags(absorbed=absorbed)
         observed = cache is not None and cache.evict is not None
-        if (absorbed or observed) and not self._has_weights():
-            given = "absorbed=True" if absorbed else "a cache with evict="
-            raise ProblemError(
-                f"{given} needs the weights of k_up and v_up, and these are quantised modules without a tensor of "
-                "weights: leave both out of the quantisation, or leave absorbed= and evict= out."
-            )
+        if (absorbed or observed) and (reason := self._beyond_weights()) is not None:
+            given, option = ("absorbed=True", "absorbed=") if absorbed else ("a cache with evict=", "evict=")
+            raise ProblemError(f"{given} reads the weights of k_up and v_up, and {reason}; or leave {option} out.")
 
-    def _has_weights(self) -> bool:
-        """Whether the weights of k_up and v_up can be read: a quantised module may have a method of this name."""
-        weights: list[object] = [up.weight for up in (self.k_up, self.v_up) if up is not None]
-        return all(isinstance(weight, Tensor) for weight in weights)
+    def _beyond_weights(self) -> str | None:
+        """Why the weights of k_up and v_up do not say what these compute; None if they do."""
+        for name, up in (("k_up", self.k_up), ("v_up", self.v_up)):
+            if up is not None and (reason := beyond_linear(up, with_hooks=False)) is not None:
+                return f"{name} {reason}"
+        return None
 
     def _check_sizes(self) -> None:
         least = {"d_model": 1, "heads": 1, "kv_heads": 1, "rope_heads": 1, "kv_rank": 1, "v_dim": 1, "nope_dim": 0}

@@ -269,17 +269,44 @@ def check_linear(module: nn.Module, *names: str) -> None:
             raise RefusalError(f"{name} {reason}")
 
 
-def beyond_linear(projection: nn.Module) -> str | None:
+def beyond_linear(projection: nn.Module, *, with_hooks: bool = True) -> str | None:
     """Why the weight and the bias of a projection do not say what its output is; None if they do.
 
     A parametrization, such as weight_norm, changes the weight alone.
+
+    Args:
+        with_hooks: whether a forward hook is a reason, as it may change the output; most only look at it.
     """
     if type(projection).forward is not nn.Linear.forward:
         kind = type(projection).__name__
         return f"is a {kind} with a forward of its own: merge the adapter first, or put an nn.Linear in its place"
-    if projection._forward_hooks:  # pyright: ignore[reportPrivateUsage]
+    if has_other_forward(projection):
+        return "has a forward other than that of its class, which may change its output: delete that attribute first"
+    if with_hooks and projection._forward_hooks:  # pyright: ignore[reportPrivateUsage]
         return "has a forward hook, which may change its output: remove the hook first"
     return None
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether an attribute of the module replaces the forward of its class, as accelerate's hooks do."""
+    if "forward" not in vars(module):
+        return False
+    forward = module.forward  # accelerate leaves the module's own method there when its hooks are removed
+    owner, function = getattr(forward, "__self__", None), getattr(forward, "__func__", None)
+    return owner is not module or function is not type(module).forward
+
+
+def is_trained(module: nn.Module, name: str) -> bool:
+    """Whether a weight or bias of a module is trained; one that is computed is if some Parameter that it is from is.
+
+    The computed tensor itself does not tell: one that was last computed under `torch.no_grad` requires no gradient.
+    """
+    tensor = getattr(module, name)
+    if tensor is None or isinstance(tensor, nn.Parameter):
+        return tensor is not None and tensor.requires_grad
+    parameters = module.named_parameters()  # weight_orig, weight_g, parametrizations.weight.original
+    found = [p.requires_grad for key, p in parameters if key.removeprefix("parametrizations.").startswith(name)]
+    return any(found) if found else tensor.requires_grad
 
 
 def check_flags(**flags: object) -> None:

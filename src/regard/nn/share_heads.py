@@ -13,8 +13,10 @@ Pooling is the start of a conversion: Ainslie et al. 2023, arXiv:2305.13245, §2
 original steps in §3.1.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -44,8 +46,8 @@ def share_heads(
     Raises:
         ProblemError: the groups are not of one size, the score has a part for each key head, or `how` is none of the
             three.
-        RefusalError: the key or value projection is no plain `nn.Linear`: it has an adapter, a forward hook or a
-            parametrization.
+        RefusalError: the key or value projection is no plain `nn.Linear`: it has an adapter, a forward hook, a
+            replaced forward or a parametrization.
 
     >>> from regard.nn import MultiHeadAttention
     >>> shared = share_heads(MultiHeadAttention(96, heads=6), 2)
@@ -60,15 +62,20 @@ def share_heads(
     shared = deepcopy(module)
     shared.sizes, shared.kv_heads = replace(module.sizes, kv_heads=kv_heads), kv_heads
     shared.k_proj, shared.v_proj = deepcopy((module.k_proj, module.v_proj))  # q_proj may be the same module
-    pooled: dict[int, nn.Parameter] = {}  # by the id of the Parameter in `module`: what is tied there stays tied
-    for before, after in ((module.k_proj, shared.k_proj), (module.v_proj, shared.v_proj)):
+    pool = partial(shared_rows, kv_heads=module.kv_heads, into=kv_heads, how=how, generator=generator)
+    _pool_projections([(module.k_proj, shared.k_proj), (module.v_proj, shared.v_proj)], pool)
+    return shared
+
+
+def _pool_projections(pairs: list[tuple[nn.Linear, nn.Linear]], pool: Callable[[Tensor], Tensor]) -> None:
+    """Give the second projection of each pair the pooled rows of the first."""
+    pooled: dict[int, nn.Parameter] = {}  # by the id of the Parameter before: what is tied there stays tied
+    for before, after in pairs:
         for name, rows in before.named_parameters():
             if id(rows) not in pooled:
-                made = shared_rows(rows, module.kv_heads, kv_heads, how, generator)
-                pooled[id(rows)] = nn.Parameter(made, rows.requires_grad)
+                pooled[id(rows)] = nn.Parameter(pool(rows), rows.requires_grad)
             setattr(after, name, pooled[id(rows)])
         after.out_features = after.weight.shape[0]
-    return shared
 
 
 def _check_parts(module: MultiHeadAttention, kv_heads: int) -> None:

@@ -22,7 +22,7 @@ from regard.describe.position import Rope
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention, check_input, check_linear
+from regard.nn.multi_head import MultiHeadAttention, check_input, check_linear, is_trained
 from regard.nn.rope_pairs import RopePairs
 from regard.plan.checks import is_finite
 
@@ -67,7 +67,7 @@ def to_latent(
 
     Raises:
         ProblemError: the module has a part that latent attention does not support, or sizes that do not fit.
-        RefusalError: a projection has an adapter or a forward hook.
+        RefusalError: a projection has an adapter, a forward hook or a replaced forward.
 
     Biases of keys and values stay exact: the bias of a key dim without RoPE adds the same to all scores of a query and
     cancels in the softmax; the bias of a value becomes part of the output's bias. With a sink or a softcap this is not
@@ -275,12 +275,10 @@ def _fill(
     if projection is None:
         return
     projection.weight.data.copy_(weight)
-    projection.weight.requires_grad_(any(source.weight.requires_grad for source in sources))
+    projection.weight.requires_grad_(any(is_trained(source, "weight") for source in sources))
     if bias is not None and _bias(projection) is not None:
         projection.bias.data.copy_(bias)
-        projection.bias.requires_grad_(
-            any(_bias(source) is not None and source.bias.requires_grad for source in bias_sources)
-        )
+        projection.bias.requires_grad_(any(is_trained(source, "bias") for source in bias_sources))
 
 
 def _output_error(module: MultiHeadAttention, made: LatentAttention, inputs: Tensor) -> float:

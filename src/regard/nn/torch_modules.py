@@ -15,7 +15,7 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
-from regard.nn.multi_head import MultiHeadAttention, beyond_linear, check_input
+from regard.nn.multi_head import MultiHeadAttention, beyond_linear, check_input, has_other_forward, is_trained
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -38,7 +38,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
 
     Raises:
         RefusalError: `add_bias_kv` (a learned key with a learned value; a sink has no value), keys and values of
-            different widths, or a subclass with a forward of its own.
+            different widths, or a module with a forward of its own.
 
     >>> theirs, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
     >>> torch.allclose(from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
@@ -47,10 +47,10 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     m = module
     if not isinstance(m, nn.MultiheadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(f"from_torch takes a torch.nn.MultiheadAttention, and got {type(m).__name__}.")
-    if type(m).forward is not nn.MultiheadAttention.forward:
+    if type(m).forward is not nn.MultiheadAttention.forward or has_other_forward(m):
         raise RefusalError(
-            f"{type(m).__module__}.{type(m).__name__} has a forward of its own, which may compute other outputs than "
-            "torch.nn.MultiheadAttention: convert one of these, with the weights of this module."
+            f"this {type(m).__module__}.{type(m).__name__} has a forward of its own, which may compute other outputs "
+            "than torch.nn.MultiheadAttention: convert one of these, with the weights of this module."
         )
     if m.bias_k is not None or m.bias_v is not None:  # pyright: ignore[reportUnnecessaryComparison]
         raise RefusalError(
@@ -73,11 +73,11 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         for linear, weight, bias in zip(_inputs(ours), weights, biases, strict=True):
             _copy(linear, weight, bias)
         _copy(ours.o_proj, m.out_proj.weight, m.out_proj.bias)
-    for linear, weight in zip(_inputs(ours), _owners(m), strict=True):
-        _train_as(linear.weight, weight)
-        _train_as(linear.bias, packed_bias)
-    _train_as(ours.o_proj.weight, m.out_proj.weight)
-    _train_as(ours.o_proj.bias, m.out_proj.bias)
+    for linear, name in zip(_inputs(ours), _weight_names(m), strict=True):
+        _train_as(linear.weight, name, m)
+        _train_as(linear.bias, "in_proj_bias", m)
+    _train_as(ours.o_proj.weight, "weight", m.out_proj)
+    _train_as(ours.o_proj.bias, "bias", m.out_proj)
     if ours.sinks is not None:
         ours.sinks.requires_grad_(False)
     return ours.train(m.training)
@@ -122,18 +122,18 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
             packed_bias.copy_(torch.cat([linear.bias for linear in _inputs(module)]))
         _copy(theirs.out_proj, module.o_proj.weight, module.o_proj.bias)
     inputs = _inputs(module)
-    for owner, linear in zip(_owners(theirs), inputs, strict=True):
-        _train_as(owner, *(one.weight for one in ([linear] if packed is None else inputs)))
-    _train_as(packed_bias, *(linear.bias for linear in inputs))
-    _train_as(theirs.out_proj.weight, module.o_proj.weight)
-    _train_as(theirs.out_proj.bias, module.o_proj.bias)
+    for name, linear in zip(_weight_names(theirs), inputs, strict=True):
+        _train_as(getattr(theirs, name), "weight", *([linear] if packed is None else inputs))
+    _train_as(packed_bias, "bias", *inputs)
+    _train_as(theirs.out_proj.weight, "weight", module.o_proj)
+    _train_as(theirs.out_proj.bias, "bias", module.o_proj)
     return theirs.train(module.training)
 
 
-def _owners(m: nn.MultiheadAttention) -> list[Tensor]:
-    """The Parameters that contain the weights of q, k and v."""
+def _weight_names(m: nn.MultiheadAttention) -> list[str]:
+    """The names of the tensors that contain the weights of q, k and v."""
     packed = cast("Tensor | None", m.in_proj_weight)
-    return [m.q_proj_weight, m.k_proj_weight, m.v_proj_weight] if packed is None else [packed] * 3
+    return ["q_proj_weight", "k_proj_weight", "v_proj_weight"] if packed is None else ["in_proj_weight"] * 3
 
 
 def from_torch_masks(
@@ -233,10 +233,10 @@ def _has_bias(linear: nn.Linear) -> bool:
     return cast("Tensor | None", linear.bias) is not None
 
 
-def _train_as(made: Tensor | None, *sources: Tensor | None) -> None:
-    """Let a Parameter be trained if some of the tensors that it was copied from are."""
+def _train_as(made: Tensor | None, name: str, *sources: nn.Module) -> None:
+    """Let a Parameter be trained if the tensor `name` of some source, from which it was copied, is trained."""
     if made is not None:
-        made.requires_grad_(any(source is not None and source.requires_grad for source in sources))
+        made.requires_grad_(any(is_trained(source, name) for source in sources))
 
 
 def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:

@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         if not tokens.shape[1]:
             raise ProblemError(f"tokens are {list(tokens.shape)}: expected a prompt of at least one token.")
         count = whole(count, "count", least=0)
-        _check_temperature(temperature)
+        temperature = _as_float(temperature)
         caches, generated = self.caches() if caches is None else caches, [tokens[:, :0]]
         for _ in range(count):
             logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
@@ -296,9 +296,20 @@ def _check_caches(caches: Sequence[object], blocks: int) -> None:
         )
 
 
-def _check_temperature(temperature: object) -> None:
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature >= 0:
-        raise ProblemError(f"temperature is {temperature!r}: expected 0 for the most probable token, or more.")
+def _as_float(temperature: object) -> float:
+    """The temperature as a float, from a number of Python or NumPy or a tensor of one element."""
+    expected = "expected 0 for the most probable token, or more"
+    try:
+        found = None if isinstance(temperature, bool | str | bytes) else float(cast(float, temperature))
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        found = None
+    if found is None:
+        raise ProblemError(
+            f"temperature is of class {type(temperature).__name__} and has no value as a float: {expected}."
+        )
+    if not found >= 0:
+        raise ProblemError(f"temperature is {found}: {expected}.")
+    return found
 
 
 def _drawn(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AlbertConfig, AlbertModel
 
@@ -84,6 +85,16 @@ def decoder(sharp=2, **words) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(sharp)
+    return model
+
+
+DRAWN = r"Decoder is in training mode, and its run drew random numbers, .* Call model\.eval\(\) first"
+
+
+def dropping() -> Any:
+    """A language model in training mode that drops elements by a function, as OPT does, without a module for it."""
+    model = decoder().train()
+    model.body.register_forward_hook(lambda module, arguments, out: F.dropout(out, 0.25, module.training))
     return model
 
 

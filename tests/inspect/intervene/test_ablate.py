@@ -1,6 +1,7 @@
 """Taking heads out: exactly what zeroing the output projection's input does, and nothing where nothing is named."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torch
 from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_order, greedy
+from regard.inspect.intervene.integrated import integrated
 from regard.inspect.intervene.loss import Effect, next_token_loss
+from regard.inspect.intervene.prune import prune_curve
 from regard.inspect.intervene.replacement import Resample, mean_outputs, outputs_of
 from regard.integrate.transformers import use_regard
-from tests.inspect.intervene.models import decoder, texts
+from tests.inspect.intervene.models import DRAWN, decoder, dropping, texts
 from tests.integrate import zoo
 
 FAMILIES = {
@@ -161,6 +164,24 @@ def test_a_teacher_in_the_loss_is_not_ablated():
         out = model(ids)
     (effect,) = ablation_effects(model, [ids], loss_of, [[(0, 1)]])
     assert torch.equal(effect.losses, (teacher(ids) - out).square().mean((1, 2)))
+
+
+def test_dropout_is_refused_where_runs_are_compared():
+    model, batches = dropping(), [texts()]
+    loss_of = next_token_loss(model)
+    for compared in (ablation_effects, greedy):
+        with pytest.raises(ProblemError, match=DRAWN):
+            next(compared(model, batches, loss_of))
+    for compared in (integrated, partial(prune_curve, order=[(0, 1)])):
+        with pytest.raises(ProblemError, match=DRAWN):
+            compared(model, batches, loss_of)
+    model.eval()
+    assert len(list(ablation_effects(model, batches, loss_of))) == 8
+
+
+def test_training_mode_without_dropout_is_no_obstacle():
+    model, batches = decoder().train(), [texts()]
+    assert len(list(ablation_effects(model, batches, next_token_loss(model)))) == 8
 
 
 def test_greedy_takes_the_head_that_costs_least_each_time():

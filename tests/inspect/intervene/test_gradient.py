@@ -93,8 +93,21 @@ def test_layers_that_run_without_gradients_are_refused():
     model, x = Checkpointed(reentrant=True), stack_input().requires_grad_()
     with pytest.raises(ProblemError, match=r"layer 0 ran without gradients: .* checkpointing \(use_reentrant=True\)"):
         gradient_attention(model, lambda: model(x)[:, -1, 3], [-1])
+    model = Stack()
     with pytest.raises(ProblemError, match="layer 0 ran without gradients"):
         gradient_attention(model, lambda: torch.no_grad()(model)(x)[:, -1, 3], [-1])
+
+
+def test_a_run_without_gradients_beside_the_one_with_them_is_a_constant():
+    model, x = Stack(), stack_input()
+
+    def gain():
+        with torch.no_grad():
+            base = model(x.flip(1))[:, -1, 3]
+        return model(x)[:, -1, 3] - base
+
+    found, expected = (gradient_attention(model, y, [-1]).values for y in (gain, lambda: model(x)[:, -1, 3]))
+    assert torch.equal(found, expected)
 
 
 def test_layers_that_run_again_with_gradients_are_as_they_were():

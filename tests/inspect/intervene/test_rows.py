@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.rows import divergence, mean_divergence, observe_rows, prediction_shift, with_rows
 from regard.integrate.transformers import use_regard
-from tests.inspect.intervene.models import Stack, decoder, stack_input, texts
+from tests.inspect.intervene.models import DRAWN, Stack, decoder, dropping, stack_input, texts
 from tests.integrate import zoo
 
 
@@ -102,11 +101,9 @@ def test_a_prediction_must_be_a_batch_of_logits():
 
 
 def test_dropout_is_refused():
-    model = decoder()
-    model.hidden = nn.Dropout(0.25)
-    with pytest.raises(
-        ProblemError, match=r"module 'hidden' drops elements \(dropout 0\.25\): call model\.eval\(\) first"
-    ):
-        observe_rows(model, lambda: model(texts())[:, -1], [(0, 0)], [-1])
+    model, ids = dropping(), texts()
+    with pytest.raises(ProblemError, match=DRAWN):
+        observe_rows(model, lambda: model(ids)[:, -1], [(0, 0)], [-1])
+    observe_rows(model.eval(), lambda: model(ids)[:, -1], [(0, 0)], [-1])
     with pytest.raises(ProblemError, match=r"layer 0 drops weights \(dropout 0\.5\)"):
         observe_rows(None, lambda: attend(*torch.randn(3, 1, 2, 5, 4), dropout=0.5).flatten(2), [(0, 0)], [-1])

@@ -1,6 +1,7 @@
 """Layers and modules of calls, from the hooks of a forward pass; and nothing that stays on the model."""
 
 import threading
+from collections import OrderedDict
 from contextlib import suppress
 
 import pytest
@@ -164,6 +165,49 @@ def test_a_forward_that_is_interrupted_does_not_confuse_the_next(part):
     with track_layers(model) as here:
         run()
     assert found == interrupted
+
+
+class InHalves(Model):
+    """Runs on each half of a long input first."""
+
+    def forward(self, x):
+        if len(x) > 1:
+            x = torch.cat([self(half) for half in x.chunk(2)])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "within", [lambda model: model, lambda model: nn.Sequential(OrderedDict(inner=model))], ids=["itself", "in another"]
+)
+def test_a_model_that_runs_itself_loses_no_calls(within):
+    found = []
+    layers = nn.ModuleList([Attention(lambda: found.append(here.next())) for _ in range(2)])
+    model = within(InHalves(layers, (0, 1)))
+    with track_layers(model) as here:
+        model(torch.zeros(2))
+        assert here.forwards == 1
+        assert here.next() is None
+    assert [layer for layer, _ in found] == [0, 1, 2, 3, 4, 5]
+    assert [path.rpartition("layers.")[2] for _, path in found] == ["0", "1"] * 3
+
+
+def test_a_model_that_runs_itself_and_is_interrupted_does_not_confuse_the_next():
+    found = []
+    layers = nn.ModuleList([Attention(lambda: found.append(here.next())) for _ in range(2)])
+    model = InHalves(layers, (0, 1))
+
+    def interrupt(module, arguments):
+        raise KeyboardInterrupt
+
+    with track_layers(model) as here:
+        hook = layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.zeros(2))
+        hook.remove()
+        found.clear()
+        model(torch.zeros(2))
+        assert here.forwards == 2
+    assert [layer for layer, _ in found] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_forward_that_fails_half_way_does_not_confuse_the_next():

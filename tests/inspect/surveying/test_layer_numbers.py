@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LongcatFlashConfig, LongcatFlashForCausalLM
 
+from regard.errors import ProblemError
 from regard.inspect.intervene import ablated, mean_outputs
 from regard.inspect.measures import sink
 from regard.inspect.observing.observe import observe
@@ -78,6 +79,17 @@ def test_a_survey_of_some_layers_names_them_as_one_of_all(made, tokenizer):
     (one,), (other,) = whole.close_ups, some.close_ups
     assert (one.layer, one.head) == (other.layer, other.head) == (2, 4)
     assert np.array_equal(one.q, other.q)
+
+
+@pytest.mark.parametrize("made", [difference, two_a_layer])
+def test_each_number_of_a_report_can_be_selected(made, tokenizer):
+    asked: dict[str, Any] = {"new_tokens": 0, "compare_eager": False, "measures": "entropy"}
+    report = survey(made(), tokenizer, TEXT, layers=[5], heads=["5.0"], **asked)
+    assert {head.layer for head in report.heads} == {5}
+    assert [(one.layer, one.head) for one in report.close_ups] == [(5, 0)]
+    assert "1 of 6 layers were measured (5), and kinds are counted and ranked among them." in report.run.notes
+    with pytest.raises(ProblemError, match="layer 6 does not exist: the model has 6 layers, 0 to 5"):
+        survey(made(), tokenizer, TEXT, layers=[6], **asked)
 
 
 @pytest.mark.parametrize(

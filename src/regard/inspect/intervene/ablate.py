@@ -20,6 +20,7 @@ from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.intervene.loss import Effect, LossOf, all_of, losses
 from regard.inspect.intervene.replacement import By, ByBatch, as_replacement, check_replacement
+from regard.inspect.intervene.training import without_dropout
 from regard.inspect.names import HeadName, Heads, read_heads
 
 
@@ -79,6 +80,9 @@ def ablation_effects(
         groups: heads that are ablated together; None: every head of the model by itself, layer by layer.
         by: as in `ablated`, or a function that returns one for each batch: a `Resample` belongs to one batch.
 
+    Raises:
+        ProblemError: a head that does not exist, or dropout, at the first effect.
+
     >>> from regard.inspect.intervene.loss import next_token_loss
     >>> from regard.nn import Decoder
     >>> model, batch = Decoder(19, 32, layers=2, heads=2), torch.randint(19, (8, 11))
@@ -112,6 +116,9 @@ def greedy(
 
     Args:
         heads: to choose from; None: all of the model.
+
+    Raises:
+        ProblemError: as in `ablation_effects`.
 
     >>> from itertools import islice
     >>> from regard.inspect.intervene.loss import next_token_loss
@@ -157,11 +164,15 @@ def effect_order(effects: Iterable[Effect]) -> tuple[HeadName, ...]:
 def baseline_losses(
     model: nn.Module | None, batches: tuple[Any, ...], loss_of: LossOf, named: Heads = ()
 ) -> tuple[Tensor, tuple[HeadName, ...]]:
-    """The loss of every example, [examples], and the names of all heads. The heads in `named` must exist."""
+    """The loss of every example, [examples], and the names of all heads. The heads in `named` must exist.
+
+    Raises:
+        ProblemError: a head that does not exist, or dropout.
+    """
     names: tuple[HeadName, ...] = ()
     found: list[Tensor] = []
     for batch in batches:
-        with edit_outputs(model, lambda site, call: None, named) as sites:
+        with edit_outputs(model, lambda site, call: None, named) as sites, without_dropout(model):
             found.append(losses([batch], loss_of))
         names = names or sites.names()
     if not names:

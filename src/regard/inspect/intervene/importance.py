@@ -24,7 +24,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, Sites, by_layer, edit_outputs
 from regard.inspect.intervene.loss import LossOf, Tick, all_of, of_examples
-from regard.inspect.intervene.training import gradients_of, refuse_without_gradients
+from regard.inspect.intervene.training import check_gradients, gradients_of
 from regard.inspect.names import HeadName
 
 Level = Callable[[Site, int], Tensor]
@@ -92,8 +92,7 @@ def _check(losses: Tensor, gates: dict[Site, Tensor], differentiated: set[Site])
         raise ProblemError(
             "loss_of returned losses without gradients: let it run without torch.no_grad, inference_mode and detach."
         )
-    if cut := next((site for site in gates if site not in differentiated), None):
-        refuse_without_gradients(cut)
+    check_gradients(gates, differentiated)
     if other := next((len(gate) for gate in gates.values() if len(gate) != len(losses)), None):
         raise ProblemError(
             f"loss_of returned {len(losses)} losses of {other} examples: expected one for each, not their mean "

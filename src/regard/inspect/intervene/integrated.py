@@ -116,7 +116,7 @@ def integrated(
         tick: called after each evaluation.
 
     Raises:
-        ProblemError: heads that do not exist, a tolerance or limit out of range, or an error of `importance`.
+        ProblemError: heads that do not exist, dropout, a tolerance or limit out of range, or an error of `importance`.
         RefusalError: the residual exceeds `tolerance` after `most` evaluations.
 
     >>> from regard.inspect.intervene.loss import next_token_loss

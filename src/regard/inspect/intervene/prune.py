@@ -103,7 +103,7 @@ def prune_curve(
         tick: called after each run of a text with heads removed.
 
     Raises:
-        ProblemError: heads that do not exist or are repeated, or shares outside of 0 to 1.
+        ProblemError: heads that do not exist or are repeated, shares outside of 0 to 1, or dropout.
 
     >>> from regard.inspect.intervene.importance import importance
     >>> from regard.inspect.intervene.loss import next_token_loss

@@ -30,7 +30,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import Tick
-from regard.inspect.intervene.training import gradients_of, refuse_without_gradients
+from regard.inspect.intervene.training import check_gradients, check_no_dropout, gradients_of
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Tile
@@ -161,7 +161,8 @@ def gradient_attention(
 
     Args:
         target: runs the model and returns the scalar to explain of each sequence, [batch]: a logit, as
-            `lambda: model(ids).logits[:, -1, token]`.
+            `lambda: model(ids).logits[:, -1, token]`. Further runs of a model within `torch.no_grad` count as
+            constants.
         rows: the rows of R to compute, usually the token whose logit is the target; -1 is the last.
         tick: called after each layer.
 
@@ -179,11 +180,10 @@ def gradient_attention(
     """
     by_site: dict[Site, _Layer] = {}
 
-    def keep(site: Site, call: Call) -> Tensor:
-        if call.dropout:
-            raise ProblemError(f"layer {site.layer} drops weights (dropout {call.dropout}): call model.eval() first.")
+    def keep(site: Site, call: Call) -> Tensor | None:
+        check_no_dropout(site, call)
         if not torch.is_grad_enabled():
-            refuse_without_gradients(site)
+            return None
         if site in by_site:
             raise ProblemError(
                 f"layer {site.layer} attended more than once: the target must run one forward pass, of a model whose "
@@ -193,8 +193,9 @@ def gradient_attention(
         by_site[site] = _Layer(Weights.of(call), call.v.detach(), out)
         return out
 
-    with torch.enable_grad(), edit_outputs(model, keep):
+    with torch.enable_grad(), edit_outputs(model, keep) as sites:
         y = target()
+    check_gradients(sites.heads, by_site)
     layers = list(by_site.values())
     gradients = _gradients(y, layers)
     counted, found = chosen_rows(rows, [layer.weights for layer in layers])

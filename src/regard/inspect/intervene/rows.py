@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.calls import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
-from regard.inspect.intervene.training import check_no_dropout
+from regard.inspect.intervene.training import check_no_dropout, without_dropout
 from regard.inspect.names import HeadName, Heads, read_heads
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
@@ -79,10 +79,10 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
             return
         if site in own:
             raise ProblemError(f"layer {site.layer} attended more than once: predict in one forward pass, no cache.")
-        check_no_dropout(model, site, call)
+        check_no_dropout(site, call)
         own[site] = _own(call, chosen, rows)
 
-    with torch.no_grad(), edit_outputs(model, look, named):
+    with torch.no_grad(), edit_outputs(model, look, named), without_dropout(model):
         logits = predict()
     if not own:
         raise ProblemError("predict called no attention of regard's.")

@@ -24,7 +24,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
-from regard.inspect.intervene.training import check_no_dropout
+from regard.inspect.intervene.training import check_no_dropout, without_dropout
 from regard.inspect.names import Layer, read_layer
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
@@ -122,10 +122,10 @@ def _attending(model: nn.Module, run: Callable[[], Any], layer: Layer) -> tuple[
 
     def look(site: Site, call: Call) -> None:
         if site.is_named(layer):
-            check_no_dropout(model, site, call)
+            check_no_dropout(site, call)
             found[site] = call.k.shape[2]
 
-    with edit_outputs(model, look, [(layer, 0)]):
+    with edit_outputs(model, look, [(layer, 0)]), without_dropout(model):
         run()
     site, keys = next(iter(found.items()), (None, 0))
     if site is None or site.module is None:

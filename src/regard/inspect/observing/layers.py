@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class _Running:
     """A module that runs, and the layer of its attention calls after the first of them."""
 
     path: str
+    caller: FrameType | None = None  # the call of torch that runs the module and its hooks
     layer: int | None = None
 
 
@@ -39,13 +41,11 @@ class LayerTracker(threading.local):
         """A forward pre-hook for the module of that path."""
 
         def enter(module: nn.Module, arguments: Any) -> None:
-            running = [one.path for one in self._running]
-            if path in running:  # its last run was interrupted, as by Ctrl-C: torch calls no hooks then
-                del self._running[running.index(path) :]
+            self._forget_interrupted()
             if not self._running:  # a forward pass begins
                 self._attended, self._last = set(), -1
                 self.forwards += 1
-            self._running.append(_Running(path))
+            self._running.append(_Running(path, sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
 
         return enter
 
@@ -57,6 +57,11 @@ class LayerTracker(threading.local):
                 self._running.pop()
 
         return leave
+
+    def _forget_interrupted(self) -> None:
+        """Forget the modules whose run was interrupted, as by Ctrl-C: torch calls no hooks then."""
+        while self._running and not _is_running(self._running[-1].caller):
+            self._running.pop()
 
     def next(self) -> tuple[int, str | None] | None:
         """The layer and the module path of the call that happens now; None if it is not a call of the model."""
@@ -73,6 +78,14 @@ class LayerTracker(threading.local):
         running.layer, self._last = layer, layer
         self._attended.add(running.path)
         return layer, running.path if self._running else None
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether this call is one of those that led to here; in a model, one of the last few."""
+    here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 def layer_number(path: str) -> int | None:

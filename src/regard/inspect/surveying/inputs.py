@@ -213,8 +213,8 @@ def self_attention(
     """`each` of every call over all tokens while the model runs, except attention to an image or an encoder.
 
     Calls have unique numbers: that of their layer in the model, or, where several share one, the previous number
-    plus 1. Two modules in a layer (LongCat), a module that attends twice (DiffLlama) and stages that count from 0
-    each are therefore counted on:
+    plus 1. With two modules in a layer (LongCat), a module that attends twice (DiffLlama) and stages that count from
+    0 each, each call gets the next number:
 
         layers in the model    1  3  5      0  0  1  1  2  2
         numbers                1  3  5      0  1  2  3  4  5

@@ -25,9 +25,10 @@ from regard.inspect.surveying.inputs import (
     repeated_tokens,
     self_attention,
 )
-from regard.inspect.surveying.model import context_of, evaluating, prepared
+from regard.inspect.surveying.model import context_of, prepared
 from regard.inspect.surveying.selection import layer_numbers, named_measures
 from regard.integrate.checkpoint import tokenizer_of
+from regard.integrate.evaluation_mode import evaluating
 
 
 @brief

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import as_argument, cache_of
+from regard.integrate.evaluation_mode import evaluating
+from regard.integrate.model_folder import calls_per_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +101,9 @@ def context_of(model: Any) -> int | None:
 
 
 def layers_of(config: Any) -> int | None:
-    """The number of layers in a config of transformers; None if it has none."""
-    return _number(config, "num_hidden_layers")
+    """The number of layers in a config of transformers, each attention call counted as one; None if it has none."""
+    layers = _number(config, "num_hidden_layers")
+    return None if layers is None else layers * calls_per_layer(config.get_text_config().model_type)
 
 
 def heads_of(config: Any) -> int | None:
@@ -141,18 +144,6 @@ def prepared(model: Any) -> Generator[SurveyedModel]:
             yield surveyed
         finally:
             model.set_attn_implementation(before)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
-    """Within the block, the model is in evaluation mode; the mode of each module is restored afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def settle(device: torch.device) -> None:

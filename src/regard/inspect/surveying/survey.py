@@ -74,7 +74,7 @@ def survey(
         measures: keys of `MEASURES`, and `Measure` values of your own; None for all. The measures that name heads are
             computed too, unless they need a sweep that nothing else needs. Without a sweep there are no pictures.
         layers: numbers from 0, or one; None for all. Where several calls of attention share the number of a layer in
-            the model, each has a number of its own: the calls are counted on in their order.
+            the model, each call gets the next number.
         heads: names such as "18.6", or pairs (layer, head): `Report.close_ups` has every weight of these.
         tokens: the most tokens of the text to read; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
@@ -100,14 +100,7 @@ def survey(
         ids = torch.cat([prompt.ids, new], dim=1)
         projected = projected_modules(surveyed.model, selection.measures, ids, surveyed.run)
         repeats = _repeats(surveyed, tokenizer, selection, projected, notes, clock)
-        reader = InputReader(
-            surveyed.model,
-            selection.on("text"),
-            projected,
-            parts,
-            plain_tokens(tokenizer, surveyed.embeddings),
-            lambda measures, reason: notes.append(selection.lacking(measures, reason)),
-        )
+        reader = _reader(surveyed, tokenizer, selection, projected, parts, notes)
         layers_read, close_ups = _read_layers(surveyed, selection, reader, ids, repeats, clock)
         others = _on_other_texts(surveyed, tokenizer, selection, ids.shape[1], clock)
         found = [
@@ -166,6 +159,25 @@ def _parts(surveyed: SurveyedModel, selection: Selection, notes: list[str]) -> P
     except ProblemError as error:
         notes.append(selection.lacking(needing, no_circuits(error)))
         return None
+
+
+def _reader(
+    surveyed: SurveyedModel,
+    tokenizer: Any,
+    selection: Selection,
+    projected: frozenset[str],
+    parts: Parts | None,
+    notes: list[str],
+) -> InputReader:
+    """What reads the inputs of the measures on the text; `notes` gets those that it cannot read."""
+    return InputReader(
+        surveyed.model,
+        selection.on("text"),
+        projected,
+        parts,
+        plain_tokens(tokenizer, surveyed.embeddings),
+        lambda measures, reason: notes.append(selection.lacking(measures, reason)),
+    )
 
 
 def _repeats(
