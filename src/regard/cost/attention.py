@@ -29,8 +29,8 @@ def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
 def bytes_moved(schedule: Schedule, *, kv_heads: int, of_query: float, of_key: float) -> int:
     """The least that any backend reads and writes, in bytes: q, out, the keys and values that are seen, each once.
 
-    Where heads that share a key head have masks of their own, the mean of the keys that each of them sees counts: a
-    lower limit of those that any of them sees.
+    If query heads that share a key head have different masks, this counts the mean number of keys per query head: a
+    lower bound, as a key must be read if at least one of these heads sees it.
 
     Args:
         of_query: bytes of a query and its row of the output, for one head.

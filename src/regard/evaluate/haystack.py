@@ -79,7 +79,7 @@ def sentences(name: str) -> tuple[str, ...]:
 
 
 def sentences_setting(name: str) -> dict[str, int]:
-    """The count of sentences, for results of a text whose sentences are not those that `SENTENCE` finds alone."""
+    """The number of sentences as a setting of the results, if the text is not split by `SENTENCE` alone; else empty."""
     found = sentences(name)
     return {} if found == tuple(SENTENCE.split(_line(read(name)))) else {"sentences": len(found)}
 

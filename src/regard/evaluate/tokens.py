@@ -160,14 +160,14 @@ _WHOLE = {
     "c": "%a %b %e %T %Y", "x": "%D", "X": "%T", "D": "%m/%d/%y", "e": f"{TODAY.day:2}", "F": "%Y-%m-%d", "h": "%b",
     "R": "%H:%M", "T": "%H:%M:%S",
 }  # fmt: skip
-"""Parts of formats that other parts make up; each is before those that it needs."""
+"""Format codes that abbreviate other format codes; each comes before the codes that it contains."""
 
 _PARTS = (
     _WHOLE
     | {part: TODAY.strftime(f"%{part}") for part in "aAbBdfGHIjmMpSuUVwWyYzZ"}
     | {f"-{part}": TODAY.strftime(f"%{part}").lstrip("0") or "0" for part in "dHIjmMSy"}
 )
-"""What each part of a format becomes on that day, at midnight."""
+"""What each format code becomes on that day, at midnight."""
 
 UNKNOWN = "\N{SYMBOL FOR NEGATIVE ACKNOWLEDGE}"
 CLOCK = (

@@ -81,7 +81,7 @@ class LayerTracker(threading.local):
 
 
 def _is_running(frame: FrameType | None) -> bool:
-    """Whether this call is one of those that led to here; in a model, one of the last few."""
+    """Whether a frame is on the call stack; in a model it is one of the last few."""
     here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while here is not None and here is not frame:
         here = here.f_back

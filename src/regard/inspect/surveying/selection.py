@@ -132,7 +132,7 @@ def named_measures(measures: Any) -> tuple[Measure, ...]:
 
 
 def _own(measures: Iterable[Measure]) -> tuple[Measure, ...]:
-    """Those that are not the library's."""
+    """The caller's own measures, which are not in `MEASURES`."""
     return tuple(measure for measure in measures if measure not in MEASURES)
 
 

@@ -169,7 +169,7 @@ def _reader(
     parts: Parts | None,
     notes: list[str],
 ) -> InputReader:
-    """What reads the inputs of the measures on the text; `notes` gets those that it cannot read."""
+    """The reader of the measures' inputs on the text; it adds a note on each measure whose inputs it cannot read."""
     return InputReader(
         surveyed.model,
         selection.on("text"),
