@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from regard.cost import config as config_module
-from regard.cost import find_model, load_model
-from regard.cost.config import NAMES, SHARED_EXPERTS, from_config
+from regard.cost import family_rules, find_model, layer_patterns, load_model, mixtures
+from regard.cost.config import from_config
+from regard.cost.config_fields import NAMES
+from regard.cost.entries import SHARED_EXPERTS
 from regard.cost.families import default_entries, family_names, find_family, is_sum, refusals
 from regard.cost.parameter_count import parameters
 from regard.cost.recurrent import recurrent_layer
@@ -248,12 +250,15 @@ def kind_of(layer):
 # ---- entries that are missing ---------------------------------------------------------------------------------------
 
 READ = r"(?:config|entries)\.get\(\"(\w+)\"|config\[\"(\w+)\"\]|\"(\w+)\" in config"
-"""How config.py reads an entry by name."""
+"""How an entry is read by its name."""
+
+READERS = (config_module, family_rules, layer_patterns, mixtures)
+"""The modules that read entries."""
 
 
 def entries_that_are_read(family):
     """Names of the entries of a config.json that its model is computed from."""
-    source = Path(config_module.__file__).read_text()
+    source = "".join(Path(module.__file__).read_text() for module in READERS)
     names = {each for group in re.findall(READ, source) for each in group if each}
     names |= {each for group in (*NAMES.values(), SHARED_EXPERTS) for each in group}
     names |= {f"moe_layer_{each}" for each in ("start_index", "end_index", "interval")}

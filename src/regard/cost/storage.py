@@ -14,12 +14,12 @@ So it is of codes in a window: in `Rolling` a few groups more, or fewer, stay pl
 are always plain and in no pages, as in `regard.integrate.cache.PairedCache`.
 """
 
-import operator
 from dataclasses import dataclass
 
 from regard.cost.model import Attention, Model
 from regard.cost.near_names import unknown_name
 from regard.errors import ProblemError
+from regard.integers import as_integer
 
 ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Bytes of an element, by type."""
@@ -74,10 +74,7 @@ def check_count(owner: object, name: str, least: int | None) -> None:
         ProblemError: not an integer, or less than `least`.
     """
     value = getattr(owner, name)
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = None
+    count = as_integer(value)
     if count is None:
         raise ProblemError(f"{name} {value!r}: expected a whole number.")
     if least is not None and count < least:

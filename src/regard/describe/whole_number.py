@@ -5,6 +5,7 @@ from typing import SupportsIndex, cast
 import torch
 
 from regard.errors import ProblemError
+from regard.integers import as_integer
 
 MOST = (1 << 63) - 1
 """Positions are int64."""
@@ -44,10 +45,9 @@ def _whole(value: object, head: str, unit: str, least: int | None) -> int:
         raise ProblemError(f"{head.format(value)}: expected a whole number of {unit}.")
     if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
         return cast(int, value)
-    try:
-        found = value.__index__()
-    except (RuntimeError, TypeError, ValueError):  # a tensor that is no single integer, or without data
-        raise ProblemError(f"{head.format(value)}: expected a whole number of {unit}.") from None
+    found = as_integer(value)
+    if found is None:
+        raise ProblemError(f"{head.format(value)}: expected a whole number of {unit}.")
     if abs(found) > MOST:
         raise ProblemError(f"{head.format(found)}: expected at most {MOST:,} {unit}, as positions are 64-bit integers.")
     if least is not None and found < least:

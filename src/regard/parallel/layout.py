@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
-from operator import index
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regard.errors import ProblemError
+from regard.integers import is_integer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,7 @@ class Layout:
                 are partial.
         """
         even_parts(tokens, ranks)  # checks both
-        if not _is_whole(block, least=1):
+        if not is_integer(block, least=1):
             raise ProblemError(f"Layout.striped(block={block!r}): expected a whole number of tokens, 1 or more.")
         if block == 1:
             return cls(tokens, tuple((range(r, tokens, ranks),) if r < tokens else () for r in range(ranks)))
@@ -224,7 +224,7 @@ def positions_of(ranges: Sequence[range]) -> NDArray[np.int64]:
 
 def even_parts(tokens: int, parts: int) -> list[range]:
     """The positions in parts of nearly equal length; the first ones have one more where it is uneven."""
-    if not (_is_whole(tokens, least=0) and _is_whole(parts, least=1)):
+    if not (is_integer(tokens, least=0) and is_integer(parts, least=1)):
         raise ProblemError(
             f"a layout of {tokens!r} tokens in {parts!r} parts: expected whole numbers, 0 or more tokens and 1 or more "
             "parts."
@@ -232,13 +232,6 @@ def even_parts(tokens: int, parts: int) -> list[range]:
     size, more = divmod(tokens, parts)
     stops = [i * size + min(i, more) for i in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(stops)]
-
-
-def _is_whole(value: object, least: int) -> bool:
-    try:
-        return not isinstance(value, bool) and index(cast(SupportsIndex, value)) >= least
-    except TypeError:
-        return False
 
 
 def joined(parts: Sequence[range]) -> tuple[range, ...]:

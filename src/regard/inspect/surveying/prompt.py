@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.surveying.model import SurveyedModel
 from regard.inspect.surveying.run import Clock
-from regard.inspect.surveying.selection import is_whole
+from regard.integers import is_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +58,9 @@ def _check(tokenizer: Any, text: Any, tokens: Any, new_tokens: Any) -> None:
         raise ProblemError(f"text is {type(text).__name__}: expected the text to read, a str.")
     if not text.strip():
         raise ProblemError("the text is empty: expected a sentence or more.")
-    if not is_whole(new_tokens) or new_tokens < 0:
+    if not is_integer(new_tokens, 0):
         raise ProblemError(f"new_tokens is {new_tokens!r}: expected the number of tokens to generate, 0 or more.")
-    if tokens is not None and (not is_whole(tokens) or tokens < 2):
+    if tokens is not None and not is_integer(tokens, 2):
         raise ProblemError(f"tokens is {tokens!r}: expected the number of tokens of the text to read, 2 or more.")
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, cast
 
 from regard.errors import ProblemError
@@ -13,6 +12,7 @@ from regard.inspect.surveying.ablation import HOW
 from regard.inspect.surveying.kinds import DEFINITIONS, NAMERS
 from regard.inspect.surveying.model import SurveyedModel, heads_of, layers_of
 from regard.inspect.surveying.sinks import spans
+from regard.integers import as_integer
 
 
 @dataclass(frozen=True)
@@ -173,15 +173,16 @@ def layer_numbers(layers: Any) -> frozenset[int] | None:
     """The numbers of layers; a single one is a list of one; None for all. Raises `ProblemError` for anything else."""
     if layers is None:
         return None
-    several: Any = [layers] if is_whole(layers) else layers
+    several: Any = [layers] if as_integer(layers) is not None else layers
     if isinstance(several, str) or not isinstance(several, Iterable):
         raise ProblemError(f"layers is {layers!r}: expected layer numbers, such as [0, 17, 18], or None for all.")
     found: list[Any] = list(cast("Iterable[Any]", several))
     if not found:
         raise ProblemError("layers is empty: name the layers to measure, or None for all.")
-    if wrong := [number for number in found if not is_whole(number)]:
-        raise ProblemError(f"layers has {wrong[0]!r}: expected layer numbers from 0.")
-    return frozenset(found)
+    numbers = [as_integer(number) for number in found]
+    if None in numbers:
+        raise ProblemError(f"layers has {found[numbers.index(None)]!r}: expected layer numbers from 0.")
+    return frozenset(number for number in numbers if number is not None)
 
 
 def _heads(heads: Any) -> Sequence[tuple[int, int]]:
@@ -192,8 +193,3 @@ def _heads(heads: Any) -> Sequence[tuple[int, int]]:
             raise ProblemError(f"head {layer}.{head}: a survey numbers layers; expected a name such as '18.6'.")
         found.append((layer, head))
     return found
-
-
-def is_whole(number: Any) -> bool:
-    """Whether it is an integer of Python or NumPy, and no bool."""
-    return type(number) is not bool and isinstance(number, Integral)

@@ -1,0 +1,116 @@
+"""Entries of a config.json that one family alone has, or reads in a way of its own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from regard.errors import ProblemError
+
+Entries = Mapping[str, Any]
+Fields = dict[str, Any]
+
+
+def add_family(name: str, family: str, config: Entries, fields: Fields) -> None:
+    """Set the fields that the rule of the family says, if it has one.
+
+    Raises:
+        ProblemError: a model whose parts are not counted.
+    """
+    if "feed_forward_proj" in config:  # t5 and its family
+        fields["gated"] = str(config["feed_forward_proj"]).startswith("gated")
+    if family in RULES:
+        RULES[family](name, config, fields)
+    if "kv_rank" in fields:
+        fields.pop("head_dim", None)
+        fields.pop("kv_heads", None)
+
+
+def _bert_generation(_name: str, config: Entries, fields: Fields) -> None:
+    if config.get("is_decoder"):
+        fields["causal"] = fields["has_output"] = True
+
+
+def _falcon(name: str, config: Entries, fields: Fields) -> None:
+    grouped = bool(config.get("new_decoder_architecture"))
+    parallel = config.get("num_ln_in_parallel_attn") or (2 if grouped else 1)  # norms of a layer with one input
+    fields["norms"] = 1 if config.get("parallel_attn", True) and parallel != 2 else 2
+    if not grouped:
+        _multi_query(name, config, fields)
+    fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = bool(config.get("bias", False))
+
+
+def _granitemoehybrid(_name: str, config: Entries, fields: Fields) -> None:
+    if "experts" not in fields:  # the shared network is the only one
+        fields["mlp"] = config.get("shared_intermediate_size") or fields["mlp"]
+
+
+def _laguna(_name: str, config: Entries, fields: Fields) -> None:
+    fields["gate"] = "head" if config.get("gating", True) in (True, "per-head") else "element"
+    if fields["gate"] == "element":  # which has no bias
+        fields["other_parameters"] = "-1 layers heads head_dim attention_bias"
+
+
+def _lfm2(name: str, config: Entries, fields: Fields) -> None:
+    if not config.get("block_auto_adjust_ff_dim"):
+        return
+    multiple, share = config.get("block_multiple_of", 256), config.get("block_ffn_dim_multiplier") or 1
+    if not isinstance(share, int | float) or share < 0:
+        raise ProblemError(f"{name}: block_ffn_dim_multiplier is {share!r}: expected a number above 0.")
+    fields["mlp"] = -(-int(share * (2 * fields["mlp"] // 3)) // multiple) * multiple
+
+
+def _marian(_name: str, config: Entries, fields: Fields) -> None:
+    if not config.get("share_encoder_decoder_embeddings", True):
+        fields["other_parameters"] = fields.get("vocab", 0) * fields.get("d_model", 0)  # embeddings of the encoder
+        fields["vocab"] = config.get("decoder_vocab_size") or fields.get("vocab", 0)
+
+
+def _multi_query(_name: str, config: Entries, fields: Fields) -> None:
+    fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
+
+
+def _mvp(name: str, config: Entries, _fields: Fields) -> None:
+    if config.get("use_prompt"):
+        raise ProblemError(f"{name} has use_prompt: keys and values of learned prompts are not counted.")
+
+
+def _nemotron_h(_name: str, config: Entries, _fields: Fields) -> None:
+    if config.get("moe_latent_size"):
+        raise ProblemError(
+            f"moe_latent_size is {config['moe_latent_size']}: experts of another width than the layers are not counted."
+        )
+
+
+def _opt(_name: str, config: Entries, fields: Fields) -> None:
+    if config.get("word_embed_proj_dim", fields.get("d_model")) != fields.get("d_model"):
+        raise ProblemError(
+            f"word_embed_proj_dim is {config['word_embed_proj_dim']} and hidden_size {fields.get('d_model')}: "
+            "embeddings of another width than the layers are not counted."
+        )
+    if not config.get("enable_bias", True):
+        fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = False
+    if not config.get("layer_norm_elementwise_affine", True):
+        fields["norm_weights"] = 0
+    if not config.get("do_layer_norm_before", True) or config.get("_remove_final_layer_norm"):
+        fields["final_norm"] = False
+
+
+def _stablelm(_name: str, config: Entries, fields: Fields) -> None:
+    if config.get("use_parallel_residual"):
+        fields["norms"] = 1
+
+
+RULES: dict[str, Callable[[str, Entries, Fields], None]] = {
+    "bert-generation": _bert_generation,
+    "falcon": _falcon,
+    "gpt_bigcode": _multi_query,
+    "granitemoehybrid": _granitemoehybrid,
+    "laguna": _laguna,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    "marian": _marian,
+    "mvp": _mvp,
+    "nemotron_h": _nemotron_h,
+    "opt": _opt,
+    "stablelm": _stablelm,
+}
+"""By family: a function of the model's name, its entries, and the fields, which it changes."""
