@@ -8,12 +8,26 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration, LlamaForCausalLM, StaticCache
+from transformers import (
+    CLIPVisionConfig,
+    DynamicCache,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaPreTrainedModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    StaticCache,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from regard import Causal, ProblemError, RefusalError
 from regard.calls import Call, observe_calls
 from regard.integrate.attention_function import attention
+from regard.integrate.continuous import continuous_batching
 from regard.integrate.layer_mask import LayerMask
+from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import check_model, register, use_regard
 from tests.integrate.zoo import (
     ADDING,
@@ -365,6 +379,68 @@ def test_a_model_without_source_files_is_checked_all_the_same():
         else:
             with pytest.raises(RefusalError, match=f"MadeUpAttention {keyword}"):
                 check_model(layer)
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class AttentionByName(nn.Module):
+    """As models were written before transformers' interface had `get_interface`."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config, self.is_causal = config, True
+        self.projection = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projection(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return function(self, q, k, v, None, scaling=1.0)[0].flatten(2)
+
+
+class WithoutGetInterface(LlamaPreTrainedModel):
+    _can_set_attn_implementation_cached_value = False  # what a file without `get_interface` gives, and this one has it
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.attention = AttentionByName(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
+def without_a_file() -> type[LlamaForCausalLM]:
+    """A class of a module whose source cannot be read."""
+    made: dict[str, Any] = {"__name__": "made_in_a_notebook", "LlamaForCausalLM": LlamaForCausalLM}
+    sys.modules["made_in_a_notebook"] = ModuleType("made_in_a_notebook")
+    exec("class Made(LlamaForCausalLM): _can_set_attn_implementation_cached_value = None", made)
+    return made["Made"]
+
+
+@pytest.mark.parametrize("kind", [without_a_file(), WithoutGetInterface])
+def test_a_model_that_transformers_would_leave_as_it_is_gets_the_attention_of_regard(kind: type[LlamaForCausalLM]):
+    made, calls = kind(LlamaConfig(vocab_size=11, **SMALL)), []
+    x = torch.randn(1, 3, 16) if kind is WithoutGetInterface else torch.tensor([[1, 2, 3]])
+    with observe_calls(calls.append):
+        use_regard(made)(x)
+    assert len(calls) == 1
+    made.set_attn_implementation("sdpa")
+    with observe_calls(calls.append):
+        made(x)
+    assert len(calls) == 1
+
+
+def test_models_in_a_model_get_their_attention_back():
+    text, vision = LlamaConfig(vocab_size=11, **SMALL), CLIPVisionConfig(image_size=8, patch_size=4, **SMALL)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=10)
+    made = LlavaForConditionalGeneration(config)
+    made.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+    for block in (continuous_batching(made), with_implementation(made, "regard")):
+        with block:
+            assert made.config.vision_config._attn_implementation != "eager"
+        assert [each._attn_implementation for each in (config, config.text_config, config.vision_config)] == [
+            "sdpa", "sdpa", "eager",
+        ]  # fmt: skip
 
 
 def test_only_models_of_transformers_are_taken():

@@ -173,6 +173,7 @@ def refuse_batched(name: str, *grads: Tensor | None) -> None:
 
 _IN_A_PROGRAM = (
     "Where regard.everywhere runs torch's attention, call it inside of "
-    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH). A model of transformers needs "
+    'model.set_attn_implementation("eager").'
 )
 """What to do where nobody can name a backend."""

@@ -26,8 +26,9 @@ from regard.attention import attend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.implementation import check_keywords, implementation_of, sink_of
+from regard.integrate.implementation import check_keywords, sink_of
 from regard.integrate.latent import latent_modules
+from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import check_model
 
 NAME = "paged|eager"
@@ -53,13 +54,8 @@ def continuous_batching(model: Any) -> Generator[None]:
     """
     check_model(model)
     _check_sizes(model)
-    before = implementation_of(model.config)
-    with _registered():
-        model.set_attn_implementation(NAME)
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(before)
+    with _registered(), with_implementation(model, NAME):
+        yield
 
 
 def _check_sizes(model: Any) -> None:

@@ -6,8 +6,8 @@ masks: causal, windows and padding are small whatever the length. The loss is th
 """
 
 import inspect
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,11 +18,12 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, KeyLengths
 from regard.describe.mask_by_table import Documents
 from regard.errors import RefusalError
-from regard.integrate.implementation import NAME, implementation_of
+from regard.integrate.implementation import NAME, is_regard
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.mask_function import sharded_masks
 from regard.integrate.masks import MaskRequest, Predicate, to_mask
 from regard.integrate.sharded_inputs import IGNORED, Inputs, check_mixing, read_inputs
+from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import register
 
 MODELS: type[nn.Module] = PreTrainedModel
@@ -133,19 +134,10 @@ def _masks_get_positions() -> bool:
     return False
 
 
-@contextmanager
-def _by_regard(model: Any) -> Generator[None]:
+def _by_regard(model: Any) -> AbstractContextManager[None]:
     """The model with regard's attention."""
     register()
-    before = implementation_of(model.config)
-    if before == NAME:
-        yield
-        return
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    return nullcontext() if is_regard(model.config) else with_implementation(model, NAME)
 
 
 def _check_function(function: Predicate, inputs: Inputs) -> None:

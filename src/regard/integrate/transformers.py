@@ -20,6 +20,7 @@ from regard.integrate.attention_function import attention
 from regard.integrate.implementation import INTERFACE, NAME, UNSUPPORTED, names_in_forward, not_supported
 from regard.integrate.latent import pass_latents
 from regard.integrate.mask_function import mask
+from regard.integrate.switch_implementation import set_implementation
 
 M = TypeVar("M")
 
@@ -62,7 +63,7 @@ def use_regard(model: M) -> M:
     check_model(model)
     register()
     pass_latents(cast(Any, model))
-    cast(Any, model).set_attn_implementation(NAME)
+    set_implementation(model, NAME)
     return model
 
 

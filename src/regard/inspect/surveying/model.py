@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from regard.errors import ProblemError
 from regard.integrate.cache_argument import as_argument, cache_of
 from regard.integrate.evaluation_mode import evaluating
 from regard.integrate.model_folder import calls_per_layer
+from regard.integrate.switch_implementation import keeping_implementation, with_implementation
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,15 +78,9 @@ class SurveyedModel:
         out = self.model(input_ids=ids, **as_argument(self.model, cache), use_cache=True, **fewer)
         return int(out.logits[0, -1].argmax()), cache_of(out)
 
-    @contextmanager
-    def attention(self, name: str) -> Generator[None]:
+    def attention(self, name: str) -> AbstractContextManager[None]:
         """Within the block the model uses another of transformers' attention implementations."""
-        before = _implementations(self.model.config)
-        self.model.set_attn_implementation(name)
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(before)
+        return with_implementation(self.model, name)
 
 
 def context_of(model: Any) -> int | None:
@@ -137,23 +132,12 @@ def prepared(model: Any) -> Generator[SurveyedModel]:
     surveyed = surveyed_model(model)
     from regard.integrate.transformers import use_regard  # here: regard.inspect loads without transformers
 
-    before = _implementations(model.config)
-    with evaluating(model):
-        try:
-            use_regard(model)
-            yield surveyed
-        finally:
-            model.set_attn_implementation(before)
+    with evaluating(model), keeping_implementation(model):
+        use_regard(model)
+        yield surveyed
 
 
 def settle(device: torch.device) -> None:
     """Wait until the accelerator has finished, so that a clock can be read."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _implementations(config: Any) -> dict[str, Any]:
-    """The attention implementation of a config and of each config in it, as `set_attn_implementation` takes them."""
-    inner = {name: getattr(config, name, None) for name in config.sub_configs}
-    own = {"": config._attn_implementation}
-    return own | {name: _implementations(sub) for name, sub in inner.items() if sub is not None}
