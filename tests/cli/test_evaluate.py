@@ -5,6 +5,7 @@ import json
 import pytest
 
 from regard.cli.main import main
+from tests.cli import tiny
 
 MODEL = """
 import re, torch
@@ -106,6 +107,14 @@ def test_a_function_of_a_file_is_evaluated(model, name, here, capsys):
     (results,) = here.glob("regard-passkey-mine-*.jsonl")
     assert f"results: {results.name}" in printed.err
     assert len(results.read_text().splitlines()) == 5
+
+
+def test_the_name_of_a_folder_may_have_a_colon(here, capsys):
+    tiny.save(here / "run 12:30")
+    (here / "book.txt").write_text("It was the best of times. " * 9)
+    task = ("stream", "--lengths", "31", "--samples", "1", "--haystack", "book.txt")
+    assert evaluate(*task, "--model", "run 12:30", "--dtype", "float32") == 0
+    assert "results: regard-stream-run-12-30-" in capsys.readouterr().err
 
 
 def test_a_second_run_continues_the_file_of_its_settings(model, here, capsys):

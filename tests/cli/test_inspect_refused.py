@@ -233,15 +233,16 @@ import sys
 from regard.cli.main import main
 from tests.cli.surveyed import Surveyed
 
-sys.exit(main(["inspect", "--json", "-"], tools=Surveyed()))
+sys.exit(main(["inspect", "--force", *sys.argv[1:]], tools=Surveyed()))
 """
 
 
 @pytest.mark.exhaustive
-def test_a_reader_that_has_enough_is_no_error():
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"]], ids=["table", "json"])
+def test_a_reader_that_has_enough_is_no_error(arguments, here):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", COMMAND], env=environment, text=True, **streams) as ran:
+    with subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], env=environment, text=True, **streams) as ran:
         ran.stdout.close()
         err = ran.stderr.read()
     assert ran.returncode == 0

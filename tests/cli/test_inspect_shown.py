@@ -16,6 +16,17 @@ from tests.inspect.reports import report
 
 pytestmark = pytest.mark.usefixtures("here")
 
+LONG_TOKENS = [f" t{n}{'_and_more' * 8}" for n in range(29)]
+LONG_NAME = f"models/{'trained-again-' * 7}[final]"
+
+
+def of_long_names():
+    """A report of long tokens, compared with a model of a long name whose heads have no induction."""
+    options = {"tokens": LONG_TOKENS, "prompt": 3, "close_ups": [(1, 1)]}
+    here, there = (report(**options, model=name) for name in ("one", LONG_NAME))
+    heads = [replace(head, scores={**head.scores, "induction": Estimate(0.05, 0.1)}) for head in there.heads]
+    return replace(here, other=replace(there, heads=tuple(heads)))
+
 
 def test_it_says_what_ran_what_was_written_and_which_heads_stand_out(capsys):
     assert main(["inspect", "--top", "2"], tools=Surveyed()) == 0
@@ -91,13 +102,52 @@ def test_into_a_pipe_go_plain_columns(capsys):
     assert header.split() == ["head", "kind", "sure", "sink", "previous", "induction", "entropy"]
 
 
-def in_a_terminal(width):
+def test_a_pipe_gets_every_column_whole(capsys):
+    asked = [
+        "sink", "alpha", "previous", "current", "best_offset", "duplicate", "induction", "entropy", "effective_tokens"
+    ]  # fmt: skip
+    main(["inspect", "--measures", ",".join(asked)], tools=Surveyed())
+    out = capsys.readouterr().out
+    header = next(line for line in out.splitlines() if line.startswith("head"))
+    assert header.split() == ["head", "kind", "sure", *asked]
+    first = report().heads[0]
+    row = next(line for line in out.splitlines() if line.startswith(f"{first.name} "))
+    assert row.split()[-2:] == [f"{first.value(measure):.3f}" for measure in ("entropy", "effective_tokens")]
+
+
+def test_a_pipe_gets_long_tokens_and_long_names_of_models_whole(capsys):
+    from regard.cli import survey_view
+
+    survey_view.show(of_long_names(), top=1, heads=[(1, 1)])
+    out = capsys.readouterr().out
+    assert "…" not in out
+    best = strongest(of_long_names().close_ups[0], 1)[0]
+    query, key = (f"{LONG_TOKENS[at]!r} {at} " for at in (best.query, best.key))
+    rows = [line.split() for line in out.splitlines() if query in line and key in line]
+    assert [row[0] for row in rows] == 2 * [f"{best.weight:.3f}"]  # of both models
+    [header] = [line for line in out.splitlines() if line.startswith("head  measure")]
+    assert LONG_NAME in header
+
+
+def test_a_closed_pipe_ends_the_report_with_its_own_error(monkeypatch):
+    from regard.cli import survey_view
+
+    def write(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", write)
+    with pytest.raises(BrokenPipeError):
+        survey_view.show(report(), top=1)
+
+
+def in_a_terminal(width, of=None, **options):
     from rich.console import Console
 
     from regard.cli.survey_view import show
 
     console = Console(force_terminal=True, width=width, file=io.StringIO(), highlight=False, record=True, _environ={})
-    show(report(), top=12, console=console)
+    show(of or report(), **{"top": 12} | options, console=console)
     return console.export_text()
 
 
@@ -118,14 +168,33 @@ def test_a_narrow_terminal_gets_every_number(width):
     assert row.split()[-4:] == [f"{score:.3f}" for score in scores]
 
 
+def test_a_terminal_breaks_long_tokens_and_long_names_of_models_and_cuts_no_number():
+    text = in_a_terminal(80, of_long_names(), top=1, heads=[(1, 1)])
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    best = strongest(of_long_names().close_ups[0], 1)[0]
+    assert sum(line.startswith(f"  {best.weight:.3f}    ") for line in text.splitlines()) >= 2  # of both models
+    assert "[final]" in text[text.index("differ most") :]
+    assert ["0.2", "induction", "0.900", "0.050", "induction"] in [line.split() for line in text.splitlines()]
+
+
+def test_the_end_of_a_long_prompt_begins_with_a_word():
+    words = [f" word{n}" for n in range(99)]
+    assert "  … word56 word57 " in in_a_terminal(120, report(tokens=words, prompt=90))
+
+
+def test_the_end_of_a_long_prompt_without_spaces_is_shown(capsys):
+    from regard.cli import survey_view
+
+    made = report(tokens=["灯", *"台" * 299, " 海", "光"], prompt=301)
+    survey_view.show(made, top=0)
+    assert f"\n… {'台' * 238} 海光\n" in capsys.readouterr().out
+    assert in_a_terminal(120, made).count("台") == 238
+
+
 def test_measures_for_which_a_terminal_has_no_room_are_named():
-    from rich.console import Console
-
-    from regard.cli.survey_view import show
-
-    console = Console(force_terminal=True, width=80, file=io.StringIO(), highlight=False, record=True, _environ={})
-    show(report(), top=3, measures=["entropy", "effective_tokens", "induction", "sink", "previous"], console=console)
-    text = console.export_text()
+    asked = ["entropy", "effective_tokens", "induction", "sink", "previous"]
+    text = in_a_terminal(80, top=3, measures=asked)
     assert max(map(len, text.splitlines())) <= 80
     header = next(line for line in text.splitlines() if line.startswith("head "))
     assert header.split() == ["head", "kind", "sure", "entropy", "effective_tokens", "induction", "sink"]

@@ -45,6 +45,8 @@ def test_version_tells_what_is_installed(capsys):
         (["inspect", "--model"], "expected one argument"),
         (["generate", "--prompt", "why?"], "unrecognized arguments: --prompt (the prompt takes no option)"),
         (["generate", "why?", "--tokens=3"], "--tokens=3 (it is --max-new-tokens, or --prompt-tokens for the prompt)"),
+        (["--report"], "--report (it is for a program: regard --report script.py; the page is --html). See regard"),
+        (["bench", "--repeat", "3"], "--repeat (the number of rounds is --rounds"),
         (["bench", "--heads", "8"], "--heads (a number of heads is --query-heads)"),
         (
             ["inspect", "--modle", "x"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.atomic_write import atomic_write, write_whole
+from regard.atomic_write import atomic_write, check_writable, write_whole
 from regard.cli import outputs
 from regard.cli.main import main
 from regard.cli.outputs import SIGNATURES, as_json
@@ -232,8 +232,8 @@ def test_a_disk_that_is_full_leaves_what_was_there(option, here, capsys, monkeyp
 def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left, running = (tmp_path / f".a+b.json.{process}.part" for process in (gone.pid, os.getppid()))
-    others = [tmp_path / name for name in (".aab.json.1.part", ".a+b.json.part", "a+b.json.1.part")]
+    left, running = (tmp_path / f".a+b.json.{process}.3.part" for process in (gone.pid, os.getppid()))
+    others = [tmp_path / name for name in (".aab.json.1.3.part", ".a+b.json.part", "a+b.json.1.3.part")]
     for path in (left, running, *others):
         path.touch()
     write_whole(tmp_path / "a+b.json", b"{}")
@@ -241,15 +241,51 @@ def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path):
 
 
 def test_an_error_names_the_file_asked_for(tmp_path: Path):
-    """Also where the temporary file, which has a longer name, can be neither made nor removed, or not be renamed."""
-    long, folder = tmp_path / ("x" * 250), tmp_path / "folder"
-    with pytest.raises(OSError, match="name too long") as raised:
-        write_whole(long, b"{}")
-    assert raised.value.filename == str(long)
+    """Also where the temporary file can be neither made nor removed, or not be renamed."""
+    nowhere, folder = tmp_path / "none" / "x", tmp_path / "folder"
+    with pytest.raises(FileNotFoundError) as raised:
+        write_whole(nowhere, b"{}")
+    assert raised.value.filename == str(nowhere)
     with pytest.raises(OSError, match=r"folder'$"), atomic_write(folder) as part:  # noqa: PT012
         part.write_bytes(b"{}")
         folder.mkdir()
     assert [*tmp_path.iterdir()] == [folder]
+
+
+@pytest.mark.parametrize("name", ["x" * 250 + ".html", "x" + "ä" * 127])
+def test_the_longest_names_can_be_written(name: str, tmp_path: Path):
+    """The name of the temporary file is no longer, and is found again after a process was killed."""
+    check_writable(tmp_path / name)
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / name) as part:
+        raise KeyboardInterrupt
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    part.with_name(part.name.replace(f".{os.getpid()}.", f".{gone.pid}.")).touch()
+    write_whole(tmp_path / name, b"{}")
+    assert [*tmp_path.iterdir()] == [tmp_path / name]
+
+
+def test_threads_that_write_the_same_file_leave_a_whole_one(tmp_path: Path):
+    path = tmp_path / "made"
+    with atomic_write(path) as first, atomic_write(path) as second:
+        first.write_bytes(b"first")
+        second.write_bytes(b"second")
+    assert path.read_bytes() == b"first"  # renamed last
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such permissions")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_file_that_is_replaced_keeps_its_permissions(mode: int, tmp_path: Path):
+    path, other = tmp_path / "made", tmp_path / "other"
+    other.touch()
+    write_whole(path, b"{}")
+    assert path.stat().st_mode == other.stat().st_mode
+    path.chmod(mode)
+    with atomic_write(path) as part:
+        assert part.stat().st_mode & 0o777 == mode | 0o600
+        part.write_bytes(b"[]")
+    assert (path.stat().st_mode & 0o777, path.read_bytes()) == (mode, b"[]")
 
 
 def test_stdout_is_no_file():

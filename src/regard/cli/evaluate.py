@@ -6,6 +6,7 @@ task, model, cache -> examples, one by one into FILE.jsonl -> table on stdout, J
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from regard.cli import generate_options
@@ -118,8 +119,8 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def has_file(model: str | None) -> bool:
-    """Whether a model is named as `FILE.py:NAME`."""
-    return model is not None and ":" in model
+    """Whether a model is named as `FILE.py:NAME`; the name of a folder may have a colon as well."""
+    return model is not None and ":" in model and not Path(model).expanduser().is_dir()
 
 
 def files_of(args: argparse.Namespace) -> list[OutputFile]:

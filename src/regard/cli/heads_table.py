@@ -236,8 +236,9 @@ def _pairs(report: Report, head: Head) -> Iterator[Text | Table]:
 
 def _pair_table(report: Report, pairs: list[Pair]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 2), pad_edge=True, header_style="dim")
-    for name in ("weight", "this token", "looks at"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("weight", no_wrap=True)
+    for name in ("this token", "looks at"):
+        table.add_column(name, overflow="fold")
     for pair in pairs:
         table.add_row(number(pair.weight), *(_token(report, at) for at in (pair.query, pair.key)))
     return table

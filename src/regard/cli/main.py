@@ -62,6 +62,7 @@ HINTS = {
     "--text": "the prompt takes no option",
     "--out": "the page is --html",
     "--output": "files are --html, --json, --csv",
+    "--report": "it is for a program: regard --report script.py; the page is --html",
     "--page": "the page is --html, the size of a cache's pages --page-size",
     "--tokens": "it is --max-new-tokens, or --prompt-tokens for the prompt",
     "--write": "tokens to generate are --max-new-tokens",
@@ -73,6 +74,7 @@ HINTS = {
     "--group": "it is --group-size",
     "--no-end": "it is --ignore-eos",
     "--quick": "the number of rounds is --rounds, such as --rounds 3",
+    "--repeat": "the number of rounds is --rounds, such as --rounds 3",
 }
 """What to write in place of an option that a command does not have."""
 

@@ -37,7 +37,7 @@ def _kinds(report: Report, other: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("kind", no_wrap=True)
     for each in (report, other):
-        table.add_column(each.run.model, justify="right", no_wrap=True)
+        table.add_column(Text(each.run.model), justify="right", overflow="fold")
     for kind in dict.fromkeys([*ours, *theirs]):
         table.add_row(Text(kind, COLOURS.get(kind, "")), str(ours[kind]), str(theirs[kind]))
     return table
@@ -68,8 +68,11 @@ def _difference(measure: str, ours: Head, theirs: Head) -> float:
 
 def _change_table(changes: list[tuple[str, Head, Head]], models: tuple[str, str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("head", "measure", *models, "kind there"):
+    for name in ("head", "measure"):
         table.add_column(name, no_wrap=True)
+    for model in models:
+        table.add_column(Text(model), overflow="fold")
+    table.add_column("kind there", no_wrap=True)
     for measure, ours, theirs in changes:
         scores = [number(head.value(measure)) for head in (ours, theirs)]
         table.add_row(Text(ours.name, "bold"), measure, *scores, Text(theirs.kind, COLOURS.get(theirs.kind, "")))

@@ -19,6 +19,18 @@ from regard.inspect.surveying.report import Ablations, Report, RunInfo
 SHOWN = 240
 """Characters of the prompt's end that are shown before the continuation."""
 
+WORD = 40
+"""Characters of the longest word that is left out where its beginning is missing."""
+
+UNLIMITED = 1_000_000
+"""Characters of a line in a pipe or a file: tables are as wide as their columns, and nothing is cut."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the error, which `run_command` handles; rich's own method ends the process with exit code 1."""
+        raise BrokenPipeError
+
 
 def show(
     report: Report,
@@ -29,9 +41,9 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Print a report: the `top` most remarkable heads by these measures, and some heads in detail."""
-    console = console or Console(highlight=False)
-    console.width = max(heads_table.NARROWEST, console.width)
+    console = console or _Console(highlight=False)
     plain = not console.is_terminal
+    console.width = UNLIMITED if plain else max(heads_table.NARROWEST, console.width)
     parts: list[RenderableType] = [
         _facts(report),
         "",
@@ -121,9 +133,18 @@ def _difference(run: RunInfo) -> str:
 
 def _text(report: Report, *, plain: bool) -> RenderableType:
     """The end of the prompt, and the generated text."""
-    shown = report.text if len(report.text) <= SHOWN else "… " + report.text[-SHOWN:].partition(" ")[2]
+    shown = report.text if len(report.text) <= SHOWN else "… " + _from_a_word(report.text[-SHOWN:])
     text = Text.assemble((visible(shown), "dim"), (visible(report.continuation), "bold"))
     return text if plain else Padding(text, (0, 2))
+
+
+def _from_a_word(text: str) -> str:
+    """The text from its second word on, and all of it where the first word is long, as in texts without spaces.
+
+    >>> _from_a_word("y one two"), _from_a_word("二" * 99) == "二" * 99
+    ('one two', True)
+    """
+    return text[text.find(" ", 0, WORD) + 1 :]
 
 
 def visible(text: str) -> str:

@@ -136,6 +136,17 @@ def test_attention_in_both_directions_is_shown_whole(opened):
     assert shown_weight(tab) == pytest.approx(weights(0, 1, 29, causal=False)[query, key], abs=0.004)
 
 
+@pytest.mark.parametrize(("causal", "pair"), [(True, [7, 3]), (False, [3, 7])])
+def test_a_later_token_is_the_key_of_a_pinned_one_where_attention_goes_both_ways(opened, causal, pair):
+    tab = opened(report(causal=causal), state="head=0.1&pin=3")
+    word = tab.locator("#text .word").nth(7)
+    word.hover()
+    assert shown_pair(tab) == pair
+    assert shown_weight(tab) == pytest.approx(weights(0, 1, 29, causal=causal)[tuple(pair)], abs=0.004)
+    word.click(modifiers=["Shift"])
+    assert address(tab).endswith(f"pin={pair[0]}-{pair[1]}")
+
+
 def test_zooming_keeps_every_label_readable(opened):
     tab = opened(report(layers=1, tokens=[f" t{n}" for n in range(150)]), state="head=0.0")
     assert tab.evaluate("matrix.scrollHeight <= matrix.clientHeight + 1")

@@ -65,12 +65,15 @@ function tokenNodes(token, n) {
   return [...turn, word ? before || (hasSpaces || !n ? "" : " ") : "", span, word ? "" : "\n".repeat(lines)];
 }
 
+// A pair of tokens; in a causal picture the later one is the query.
+const pairOf = (q, k) => (causal ? { q: max(q, k), k: min(q, k) } : { q, k });
+
 // Click pins a token as the query; with Shift, as the key.
 function pinToken(name, second) {
   if (name === undefined) return;
   const n = Number(name),
     { pin } = state;
-  if (second && pin) return update({ pin: { q: max(pin.q, n), k: min(pin.q, n) } });
+  if (second && pin) return update({ pin: pairOf(pin.q, n) });
   update({ pin: pin && pin.q === n && pin.k === null ? null : { q: n, k: null } });
 }
 
@@ -79,7 +82,7 @@ function hoverToken(name) {
   const size = tokensPerCell(),
     n = name === undefined ? null : floor(Number(name) / size) * size;
   const row = state.pin && floor(state.pin.q / size) * size;
-  setCross(n === null ? null : row === null ? { q: n, k: null } : n <= row ? { q: row, k: n } : { q: n, k: row });
+  setCross(n === null ? null : row === null ? { q: n, k: null } : pairOf(row, n));
 }
 
 function handleTextKey(event) {
