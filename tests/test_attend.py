@@ -25,7 +25,7 @@ from regard import (
     observe_calls,
     replace_outputs,
 )
-from regard.calls import check_unobserved
+from regard.calls import Observers, active_observers, check_unobserved, current_observers
 from regard.scores import Dot
 
 
@@ -230,6 +230,22 @@ def test_a_change_that_ends_in_another_context_has_ended_everywhere():
     assert not inside.run(attend, q, q, q).any()
     session.close()
     assert torch.equal(inside.run(attend, q, q, q), plain)
+
+
+def test_ctrl_c_on_the_way_into_a_block_leaves_no_observer(monkeypatch: pytest.MonkeyPatch):
+    class Interrupted:
+        get = current_observers.get
+
+        def set(self, observers: Observers) -> None:
+            monkeypatch.undo()
+            current_observers.set(observers)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("regard.calls.current_observers", Interrupted())
+    with pytest.raises(KeyboardInterrupt), replace_outputs(lambda call: call.out * 0):
+        pass
+    assert active_observers() == ()
+    assert attend(*torch.ones(3, 1, 1, 3, 7)).all()
 
 
 def test_observers_that_have_ended_change_nothing_in_a_copied_context():

@@ -114,6 +114,7 @@ def test_gradients_flow_through_a_soft_look_up():
         (lambda: SoftDict(torch.eye(3), torch.eye(3), 1e-310), "expected a number from 1e-30 up, 0 for the best"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3).double()), "must agree"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3), score="dot"), "expected a score such as"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3), backend="fast"), "backend 'fast' is not known"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up([1.0, 0.0]), "queries is list"),
         (
             lambda: SoftDict(torch.eye(2), torch.eye(2), 0, Bilinear(torch.ones(3, 2, 2))).look_up(torch.ones(2)),
@@ -126,3 +127,11 @@ def test_gradients_flow_through_a_soft_look_up():
 def test_what_makes_no_sense_is_said(make: Any, message: str):
     with pytest.raises(ProblemError, match=message):
         make()
+
+
+def test_with_the_reference_a_look_up_has_a_second_derivative():
+    found = a_dict(0.5)
+    query = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    twice = SoftDict(found.keys, found.values, 0.5, backend="reference")
+    assert torch.autograd.gradgradcheck(twice.look_up, (query,))
+    assert "backend='reference'" in repr(twice)

@@ -152,3 +152,31 @@ def test_out_and_lse_are_of_the_same_queries(out: Any, lse: Any, found: str):
     for call in (lambda: right | wrong, lambda: wrong | right, lambda: wrong.with_sink(torch.zeros(1))):
         with pytest.raises(ProblemError, match=rf"^a State has {re.escape(found)}: expected tensors"):
             call()
+
+
+def test_states_and_sinks_are_on_one_device():
+    here = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2))
+    there = State(here.out.to("meta"), here.lse.to("meta"))
+    with pytest.raises(ProblemError, match="the states are on cpu and meta: they must be on one device"):
+        _ = here | there
+    with pytest.raises(ProblemError, match="sink logits are on meta and the state is on cpu"):
+        here.with_sink(torch.zeros(1, device="meta"))
+    with pytest.raises(ProblemError, match="out on cpu and lse on meta: expected both on one device"):
+        State(here.out, there.lse).with_sink(torch.zeros(1))
+
+
+def test_a_state_is_exported_and_mapped():
+    class Merge(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, before: State) -> State:
+            return before | attend_state(q, k, k)
+
+    q, k, before = (
+        torch.randn(1, 2, 3, 8),
+        torch.randn(1, 2, 5, 8),
+        State(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3)),
+    )
+    found, expected = torch.export.export(Merge(), (q, k, before)).module()(q, k, before), Merge()(q, k, before)
+    assert torch.allclose(found.out, expected.out, atol=1e-6)
+    assert torch.allclose(found.lse, expected.lse, atol=1e-6)
+    mapped = torch.vmap(lambda q: attend_state(q, k, k))(q[None])
+    assert torch.allclose(mapped.out[0], attend_state(q, k, k).out, atol=1e-6)

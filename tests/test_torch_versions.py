@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from regard import (
     RefusalError,
@@ -144,6 +145,15 @@ def test_a_name_that_is_missing_is_noted_with_what_happens(monkeypatch: pytest.M
     assert torch_internals._find("torch.Tensor._gone", None, "no sum") is None
     assert torch_internals._find("torch.Tensor._version", None, "no sum") is torch.Tensor._version
     assert torch_internals.MISSING == {"torch._gone._deeper.name": "the sum is slow", "torch.Tensor._gone": "no sum"}
+
+
+def test_gradients_of_the_operator_are_refused_where_torch_lacks_what_they_need(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_internals, "MISSING", {"torch._C._gone": torch_internals._NO_GRADIENTS})
+    q = torch.randn(1, 2, 7, 8, requires_grad=True)
+    with FlopCounterMode(display=False):
+        out = attend(q, q, q)
+    with pytest.raises(RefusalError, match=r"need torch\._C\._gone of torch"):
+        out.sum().backward()
 
 
 def test_everywhere_refuses_where_torch_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch):

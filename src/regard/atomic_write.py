@@ -1,21 +1,29 @@
 """Files that are written whole or not at all.
 
 ```
-.OUT.4711.part    what process 4711 writes, until the file is renamed to OUT
+.OUT.4711.2.part    what process 4711 writes, until the file is renamed to OUT; 2: the third file that it writes so
 ```
 
 An error or Ctrl-C removes the temporary file. A killed process cannot, so the next process that writes OUT removes it,
-once process 4711 has ended.
+once process 4711 has ended. The file has the permissions of the file that it replaces.
 """
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from regard.errors import ProblemError
+
+STEM_BYTES = 200
+"""Bytes of the file's name in that of its temporary file: most file systems allow 255, and the numbers take some."""
+
+_counter = count()
+"""Threads of one process may write the same file: each temporary file has a name of its own."""
 
 
 @contextmanager
@@ -31,9 +39,13 @@ def atomic_write(target: Path) -> Generator[Path]:
     """
     for abandoned in _abandoned(target):
         abandoned.unlink(missing_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.with_name(f".{_stem(target)}.{os.getpid()}.{next(_counter)}.part")
     try:
+        part.touch()
+        mode = (target if target.exists() else part).stat().st_mode
+        _set_mode(part, mode | stat.S_IRUSR | stat.S_IWUSR)  # before anything is in it that others must not read
         yield part
+        _set_mode(part, mode)  # safetensors changes it
         part.replace(target)
     except OSError as error:
         if str(error.filename) != str(part):
@@ -83,7 +95,7 @@ def _abandoned(target: Path) -> Iterator[Path]:
     """Temporary files of `target` whose process has ended. On Windows none: `os.kill` would end a process."""
     if sys.platform == "win32":
         return
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.([1-9]\d{{0,8}})\.part")
+    pattern = re.compile(rf"\.{re.escape(_stem(target))}\.([1-9]\d{{0,8}})\.\d+\.part")
     siblings = list[Path]()
     with suppress(OSError):  # a folder that does not exist, or cannot be listed
         siblings += target.parent.iterdir()
@@ -91,6 +103,16 @@ def _abandoned(target: Path) -> Iterator[Path]:
         match = pattern.fullmatch(path.name)
         if match and path.is_file() and not path.is_symlink() and not _is_running(int(match[1])):
             yield path
+
+
+def _stem(target: Path) -> str:
+    """The file's name, cut where the name of its temporary file would be too long."""
+    return os.fsencode(target.name)[:STEM_BYTES].decode(errors="ignore")
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    if path.stat().st_mode != mode:  # some file systems know one mode only, and refuse to set any
+        path.chmod(mode)
 
 
 def _is_running(process: int) -> bool:

@@ -26,7 +26,7 @@ from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
 from regard.dispatch.plan_cache import prepare
 from regard.dispatch.step import step
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import check_readable
 from regard.plan.pose import pose
 from regard.plan.request import Request
@@ -216,6 +216,11 @@ def explain(
     if is_any_autocast_enabled():
         q, k, v = cast_by_autocast(q, k, v)
     request = Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)
+    if _has_dtensors(request):
+        raise RefusalError(
+            "explain of DTensors: attend computes with the tensors of each rank, in a ring where tokens are sharded. "
+            "Expected q.to_local(), k.to_local() and v.to_local(), for the plan of this rank's own block."
+        )
     problem, operands = pose(request.resolved())
     kind, machine = _device(device, problem.device)
     plan = choose(replace(problem, device=kind), operands, backend)
@@ -263,10 +268,10 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     Args:
         key: under which the call is kept as a ready one.
     """
+    if _has_dtensors(request):
+        return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it
     if is_compiling():
         return attend_traced(request)
-    if "DTensor" in {type(t).__name__ for t in request[:3]}:
-        return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it
     if (route := current_route.get()) is not None:
         return run_route(route, request)
     observers = active_observers()
@@ -282,6 +287,11 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     if key is not None:
         ready.keep(key, request.mask, plan, operands)
     return pass_to_observers(observers, request.score, plan, operands, state) if observers else state
+
+
+def _has_dtensors(request: Request) -> bool:
+    """Whether some of q, k and v are DTensors: by the name, as torch imports their class late."""
+    return "DTensor" in {type(t).__name__ for t in request[:3]}
 
 
 def _passes_operator(bias: object) -> bool:

@@ -149,8 +149,8 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
     They may also be left in another context, as generators are.
     """
     entry = _Observer(observer)
-    current_observers.set((*active_observers(), entry))
-    try:
+    try:  # also round the entering, as Ctrl-C may come in the middle of it
+        current_observers.set((*active_observers(), entry))
         yield
     finally:
         entry.seen = None

@@ -12,7 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.attention import attend
+from regard.backend.contract import Backend
 from regard.describe.score import Dot, Score
+from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError
 from regard.wide import wide_of
 
@@ -34,6 +36,7 @@ class SoftDict:
             keys, which is the limit). None: the default of the score, sqrt(dim) for the dot product, as in attention,
             else 1.
         score: of a query and a key; None: the dot product.
+        backend: of `look_up`, as in `attend`; at temperature 0 none is used.
 
     >>> import torch
     >>> from regard.scores import SoftDict
@@ -48,6 +51,7 @@ class SoftDict:
     values: Float[Tensor, "keys v_dim"]
     temperature: float | None = None
     score: Score | None = None
+    backend: str | Backend | None = None
 
     def __post_init__(self) -> None:
         for name, t in (("keys", self.keys), ("values", self.values)):
@@ -62,11 +66,13 @@ class SoftDict:
         if not isinstance(self.score, Score | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"SoftDict(score={self.score!r}): expected a score such as Cosine(), or None.")
         _check_temperature(self.temperature)
+        check_backend(self.backend)
 
     def __repr__(self) -> str:
         shown = [f"keys {list(self.keys.shape)}", f"values {list(self.values.shape)}"]
         shown += [] if self.temperature is None else [f"temperature={self.temperature}"]
-        return f"SoftDict({', '.join(shown + ([] if self.score is None else [f'score={self.score!r}']))})"
+        shown += [] if self.score is None else [f"score={self.score!r}"]
+        return f"SoftDict({', '.join(shown + ([] if self.backend is None else [f'backend={self.backend!r}']))})"
 
     def look_up(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries v_dim"]:
         """The blend of values for each query, [v_dim] for one query [dim], or [queries, v_dim].
@@ -83,7 +89,7 @@ class SoftDict:
         else:
             k, v = self.keys[None, None], self.values[None, None]
             scale = None if self.temperature is None else 1 / self.temperature
-            out = attend(rows[None, None], k, v, score=self.score, scale=scale)[0, 0]
+            out = attend(rows[None, None], k, v, score=self.score, scale=scale, backend=self.backend)[0, 0]
         return out[0] if queries.ndim == 1 else out
 
     def weights(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries keys"]:

@@ -50,6 +50,10 @@ class State:
             raise ProblemError(
                 f"states merge over the same queries: these are {list(self.out.shape)} and {list(other.out.shape)}."
             )
+        if self.out.device != other.out.device:
+            raise ProblemError(
+                f"the states are on {self.out.device} and {other.out.device}: they must be on one device to merge."
+            )
         top = torch.maximum(self.lse, other.lse).detach()
         top = torch.where(top == -torch.inf, 0.0, top)  # both empty: exp(-inf - 0) is 0, exp(-inf + inf) is not
         mine, yours = torch.exp(self.lse - top), torch.exp(other.lse - top)
@@ -81,13 +85,14 @@ class State:
         if not isinstance(cast(object, logits), Tensor) or logits.shape != self.lse.shape[1:2]:
             what = list(logits.shape) if isinstance(cast(object, logits), Tensor) else repr(logits)
             raise ProblemError(f"sink logits are {what}: expected a tensor with one per head, [{self.lse.shape[1]}].")
-        seen = self.lse > -torch.inf
-        # not sigmoid, whose gradient s * (1 - s) is 0 where s rounds to 1
-        share = F.logsigmoid(torch.where(seen, self.lse, 0.0) - logits.to(self.lse.dtype)[:, None]).exp()
-        return self._weighed(share).to(self.out.dtype)
+        if logits.device != self.lse.device:
+            raise ProblemError(
+                f"sink logits are on {logits.device} and the state is on {self.lse.device}: they must be on one device."
+            )
+        return fold_sink(self, logits.to(self.lse.dtype)[:, None])
 
     def _check(self) -> None:
-        """Raise `ProblemError` unless `out` and `lse` are tensors over the same queries."""
+        """Raise `ProblemError` unless `out` and `lse` are tensors over the same queries, on one device."""
         parts = {"out": cast(object, self.out), "lse": cast(object, self.lse)}
         shapes = {name: list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for name, t in parts.items()}
         if not isinstance(shapes["out"], list) or len(shapes["out"]) != 4 or shapes["lse"] != shapes["out"][:3]:
@@ -95,8 +100,23 @@ class State:
                 f"a State has out {shapes['out']} and lse {shapes['lse']}: expected tensors [batch, heads, queries, "
                 "v_dim] and [batch, heads, queries]."
             )
+        if self.out.device != self.lse.device:
+            raise ProblemError(
+                f"a State has out on {self.out.device} and lse on {self.lse.device}: expected both on one device."
+            )
 
     def _weighed(self, weight: Tensor) -> Tensor:
         """weight * out in the precision of lse; 0 for a query that sees no key, even if its `out` is NaN."""
         empty = (self.lse == -torch.inf)[..., None]
         return weight[..., None] * torch.where(empty, 0.0, self.out.to(self.lse.dtype))
+
+
+def fold_sink(state: State, logits: Tensor) -> Tensor:
+    """`State.with_sink` of logits that broadcast to the rows, [batch, heads, queries], in the precision of lse."""
+    seen = state.lse > -torch.inf
+    # not sigmoid, whose gradient s * (1 - s) is 0 where s rounds to 1
+    share = F.logsigmoid(torch.where(seen, state.lse, 0.0) - logits).exp()
+    return state._weighed(share).to(state.out.dtype)  # pyright: ignore[reportPrivateUsage]
+
+
+torch.export.register_dataclass(State, serialized_type_name="regard.State")

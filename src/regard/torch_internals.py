@@ -239,6 +239,35 @@ flash_attention_for_cpu: Any = _find(
 )
 """torch's fused kernel on the CPU, (out, lse); torch 2.2."""
 
+_NO_GRADIENTS = "gradients of calls that torch.compile traces, or shows to a dispatch mode, raise RefusalError"
+
+_force_keys: Any = _find("torch._C._ForceDispatchKeyGuard", None, _NO_GRADIENTS)
+_included_keys: Any = _find("torch._C._dispatch_tls_local_include_set", None, _NO_GRADIENTS)
+_excluded_keys: Any = _find("torch._C._dispatch_tls_local_exclude_set", None, _NO_GRADIENTS)
+_autograd_keys: tuple[Any, ...] = tuple(
+    _find(f"torch._C.DispatchKey.{name}", None, _NO_GRADIENTS)
+    for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
+)
+
+
+def recording_gradients() -> AbstractContextManager[None]:
+    """Inside, operators record how they are differentiated, also in an operator, which torch runs below autograd.
+
+    `torch.enable_grad` alone does not do so there: no operator would have a gradient (`_ForceDispatchKeyGuard`,
+    `_dispatch_tls_local_include_set`, `_dispatch_tls_local_exclude_set`; torch 2.0).
+    """
+    if lost := [name for name, consequence in MISSING.items() if consequence == _NO_GRADIENTS]:
+        raise RefusalError(
+            f"the gradients of a call that torch traces need {', '.join(lost)} of torch, and torch {torch.__version__} "
+            "has no such name: leave torch.compile or the dispatch mode out, or install a torch that `regard doctor` "
+            "lists as tested."
+        )
+    excluded = _excluded_keys()
+    for key in _autograd_keys:
+        excluded = excluded.remove(key)
+    return _force_keys(_included_keys(), excluded)
+
+
 _NO_EVERYWHERE = "regard.everywhere() raises RefusalError"
 
 attention_of_torch: Callable[..., Tensor] = partial(

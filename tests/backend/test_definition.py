@@ -153,3 +153,21 @@ def test_reference_weighs_each_key_of_a_row_that_a_finite_number_hides(monkeypat
     true, _ = attention(*exact[:3], bias=TensorBias(exact[3]))
     for ours, theirs in zip(found, (true, *torch.autograd.grad(true, exact, moves.double())), strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("far", [2.0**18, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("remembered", [tiled.REMEMBERED, 0], ids=["kept", "computed again"])
+def test_a_sink_near_far_scores_has_its_exact_share_in_reference(
+    far: float, remembered: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tiled, "SCORES", 1)  # 300 keys are three chunks
+    monkeypatch.setattr(tiled, "REMEMBERED", remembered)
+    q, k, v = torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 300, 8), torch.ones(1, 2, 300, 8)
+    bias = torch.zeros(7, 300)
+    bias[3] = far
+    keeps = torch.arange(300) < torch.tensor([9, 99])[:, None, None]  # of each head: two maps of the schedule
+    sink = torch.tensor([far, far], requires_grad=True)
+    out = attend(q, k, v, bias=TensorBias(bias), mask=TensorMask(keeps), sink=sink, backend="reference")
+    assert numbers(out[0, :, 3, 0]) == pytest.approx([0.9, 0.99])
+    (found,) = torch.autograd.grad(out[0, :, 3, 0].sum(), sink)
+    assert numbers(found) == pytest.approx([-0.9 * 0.1, -0.99 * 0.01], rel=1e-4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Causal, Rope, Window, attend
+from regard import Causal, ProblemError, Rope, Window, attend
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
 from regard.cache.store import CachedTensor
 from regard.storage.codec import Codec, Fp8, Int4, Int8
@@ -160,6 +160,31 @@ def test_what_inference_mode_stored_is_copied_outside_of_it():
             assert same(step.into(other), step.into(copy.deepcopy(cache)))
 
 
+@pytest.mark.parametrize("codec", ["plain", "int8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_inference_mode_copied_goes_on_outside_of_it(way: str, layout: str, codec: str):
+    cache = KVCache(LAYOUTS[layout], CODECS[codec])
+    Step(90).into(cache)
+    with torch.inference_mode():
+        other = WAYS[way](cache)
+    for count in (1, 40):
+        step = Step(count)
+        assert same(step.into(other), step.into(cache))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pool_that_inference_mode_copied_goes_on_outside_of_it(way: str):
+    pool = PagePool(pages=64, page=16)
+    sequence = pool.sequence()
+    pool.append([sequence], torch.randn(1, HEADS, 50, QK), torch.randn(1, HEADS, 50, V))
+    with torch.inference_mode():
+        other, own = WAYS[way]((pool, sequence))
+    k, v = torch.randn(1, HEADS, 3, QK), torch.randn(1, HEADS, 3, V)
+    found, expected = other.append([own], k, v), pool.append([sequence], k, v)
+    assert all(torch.equal(a.dense(), b.dense()) for a, b in zip(found, expected, strict=True))
+
+
 def pool_with_sequences() -> tuple[PagePool, list[Any], list[int]]:
     ids = list(range(2000))  # a long chain of names
     pool = PagePool(page=16, codec=Int8(16, 7))
@@ -219,6 +244,39 @@ def test_a_deep_copy_shares_the_pool_and_parts_where_it_is_written_to():
     Step(1).into(other)
     assert pool.storage.used == used + 2
     assert same(Step(0).into(cache), before)
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8"])
+@pytest.mark.parametrize("layout", ["contiguous", "rolling", "paged"])
+def test_copy_copy_shares_no_memory_that_is_written_to(layout: str, codec: str):
+    cache = KVCache(LAYOUTS[layout], CODECS[codec])
+    Step(90).into(cache)
+    before = Step(0).into(cache)
+    other = copy.copy(cache)
+    Step(5).into(other)
+    assert same(Step(0).into(cache), before)
+    assert (cache.tokens_seen, other.tokens_seen) == (90, 95)
+    steps = cache.steps(None if layout == "rolling" else 200)
+    first, second = Step(1), Step(1)
+    other = copy.copy(steps)
+    found = [dense(t) for t in steps.append(first.k, first.v)]
+    other.append(second.k, second.v)
+    steps.position.sub_(1)
+    assert same([dense(t) for t in steps.append(first.k, first.v)], found)
+
+
+def test_a_copy_of_a_sequence_is_a_fork():
+    pool = PagePool(page=16)
+    sequence, step = pool.sequence(), Step(21, batch=1)
+    pool.append([sequence], step.k, step.v)
+    other = copy.copy(sequence)
+    assert (len(other), other.plain, pool.storage.used) == (21, sequence.plain, 2)
+    new = Step(1, batch=1)
+    pool.append([other], new.k, new.v)
+    assert (len(sequence), len(other), pool.storage.used) == (21, 22, 3)
+    sequence.free()
+    with pytest.raises(ProblemError, match="the sequence was freed"):
+        copy.copy(sequence)
 
 
 def test_a_freed_sequence_stays_freed():

@@ -1,7 +1,10 @@
 """What all policies of eviction have in common, and the two that look at no query."""
 
 import copy
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cache.store import Store
 from regard.describe.position import Rope
+from regard.storage.codec import Int8
 from regard.storage.stored import Contiguous, Layout, Paged
 from tests.cache.evicted import append, by_definition, feed, inside, kept_by, stream
 
@@ -331,6 +335,30 @@ def test_of_scores_that_are_equal_but_for_rounding_the_later_tokens_stay(dtype: 
         assert (highest(scores * (1 + noise), kept, first=1, last=1) == torch.tensor(stays)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+def test_in_no_type_are_scores_tied_that_differ(dtype: torch.dtype):
+    scores = torch.tensor([[[50, 49, 48, 47, 46, 45]]]).to(dtype)
+    assert highest(scores, 3, first=0, last=0).tolist() == [[[0, 1, 2]]]
+    assert highest(scores > 48, 2, first=0, last=0).tolist() == [[[0, 1]]]
+
+
+def test_large_integers_are_compared_exactly():
+    assert highest(torch.tensor([[[2**40 + 2, 2**40 + 1, 2**40]]]), 1, first=0, last=0).tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize(
+    ("scores", "kept", "stays"),
+    [
+        ([5.0, 4.0, -math.inf, 3.0], 3, [0, 1, 3]),
+        ([5.0, -math.inf, -math.inf, 3.0], 3, [0, 2, 3]),
+        ([math.inf, math.inf, math.inf, 3.0], 2, [1, 2]),
+        ([math.inf, 5.0, 4.0, -math.inf], 1, [0]),
+    ],
+)
+def test_infinite_scores_are_tied_to_no_others(scores: list[float], kept: int, stays: list[int]):
+    assert highest(torch.tensor([[scores]]), kept, first=0, last=0).tolist() == [[stays]]
+
+
 def test_without_a_word_a_quarter_of_what_small_keys_leave_is_recent():
     """Else a token of a large key would go with the step after its own."""
     s = stream(60)
@@ -369,6 +397,27 @@ class ByValues(EvictionState[LongestValues]):
 
 
 @dataclass(frozen=True)
+class LongestValuesAndRecent(LongestValues):
+    recent: int = 4
+
+
+@dataclass(frozen=True)
+class ByFunction(Eviction):
+    """Scores are a function of the store, or anything else that a user may return."""
+
+    function: Callable[[Store], Any] = field(kw_only=True)
+    recent = 0
+
+    def start(self) -> EvictionState["ByFunction"]:
+        return FunctionState(self)
+
+
+class FunctionState(EvictionState[ByFunction]):
+    def scores(self, store: Store) -> Tensor:
+        return self.policy.function(store)
+
+
+@dataclass(frozen=True)
 class Scoreless(Eviction):
     recent = 0
 
@@ -386,6 +435,60 @@ def test_a_policy_of_your_own_that_lacks_a_member_is_told_which():
     cache.append(k, k)
     with pytest.raises(ProblemError, match=r"^EvictionState does not define scores\(store\) .* the Scoreless chooses"):
         cache.forget()
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        (torch.zeros(2, 3, 15), r"returned float32 \[2, 3, 15\] on cpu"),
+        (torch.zeros(2, 3, 25), r"returned float32 \[2, 3, 25\] on cpu"),
+        (torch.zeros(1, 3, 20), r"returned float32 \[1, 3, 20\] on cpu"),
+        (torch.zeros(2, 6, 20), r"returned float32 \[2, 6, 20\] on cpu"),
+        (torch.zeros(2, 20), r"returned float32 \[2, 20\] on cpu"),
+        (torch.zeros(2, 3, 20, dtype=torch.complex64), r"returned complex64 \[2, 3, 20\] on cpu"),
+        (None, "returned NoneType"),
+    ],
+    ids=str,
+)
+def test_scores_of_another_form_are_refused(scores: object, said: str):
+    cache, k = KVCache(evict=ByFunction(8, function=lambda store: scores)), torch.randn(2, 3, 20, 4)
+    cache.append(k, k)
+    expected = r": expected a score of each token .* = \[2, 3 or 1, 20\]\.$"
+    with pytest.raises(ProblemError, match=rf"^FunctionState.scores\(store\) {said}{expected}"):
+        cache.forget()
+    assert cache.tokens == 20
+
+
+def test_recent_tokens_stay_where_a_policy_of_your_own_has_no_more_than_their_number():
+    word, v = LongestValuesAndRecent(8, sinks=0), torch.arange(40.0, 0, -1)[None, None, :, None]
+    assert [word.last(kept) for kept in (0, 8)] == [4, 4]
+    with pytest.raises(ProblemError, match="0 sinks and 4 recent tokens always stay, so it must be at least 5"):
+        LongestValuesAndRecent(4, sinks=0)
+    cache = KVCache(evict=word)
+    append(cache, v, v)
+    cache.forget()
+    cache.crop(38)
+    assert append(cache, v[:, :, :0], v[:, :, :0])[1].flatten().tolist() == [40, 39, 38, 37, 4, 3]
+
+
+def test_a_policy_of_your_own_sees_tokens_as_they_are_appended_where_a_codec_rotates_them():
+    s, seen = stream(90, dim=8), list[tuple[Tensor, Tensor]]()
+    k, v = s.k.float(), torch.randn(2, 3, 90, 16)
+
+    class Seeing(ByValues):
+        def append(self, k: Tensor, v: Tensor | None) -> None:
+            assert v is not None
+            seen.append((k, v))
+            super().append(k, v)
+
+    class Word(LongestValues):
+        def start(self) -> EvictionState[LongestValues]:
+            return Seeing(self)
+
+    cache = KVCache(codec=Int8(rotate=True), evict=Word(8))
+    cache.append(k, v)
+    assert torch.equal(seen[0][0], k)
+    assert torch.equal(seen[0][1], v)
 
 
 def test_a_policy_of_your_own_sees_values():

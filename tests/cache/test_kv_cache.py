@@ -38,6 +38,12 @@ CODECS = {
 POLICIES = {"none": None, "recent": SinksAndRecent(61), "small keys": Knorm(61)}
 
 
+class Int6(Codec):
+    """A codec of a user, which no kernel decodes."""
+
+    kind = "int6"
+
+
 def tokens_of(layout: Layout, count: int, batch: int = BATCH) -> tuple[Tensor, Tensor | None]:
     k = torch.randn(batch, HEADS, count, QK)
     return k, None if isinstance(layout, Latent) else torch.randn(batch, HEADS, count, V)
@@ -138,6 +144,8 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, CachedTensor, 
         ({"codec": Int8}, r"codec is the class Int8: did you mean Int8\(\.\.\.\)\?$"),
         ({"codec": torch.int8}, r"codec is torch.int8: expected Int8\(\)"),
         ({"codec": "int8"}, "codec is 'int8'"),
+        ({"codec": Codec()}, r"codec is Codec\(.*expected Int8\(\), Int4\(\), Fp8\(\)"),
+        ({"codec": Int6()}, r"codec is Int6\(.*expected Int8\(\), Int4\(\), Fp8\(\)"),
         ({"evict": Knorm}, r"evict is the class Knorm: expected a policy, such as Knorm\(1024\)"),
         ({"evict": 1024}, "evict is 1024"),
         ({"layout": Rolling(64), "evict": Knorm(64)}, r"Rolling\(window=64.*evicts tokens by itself.*evict=Knorm"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard import Causal, ProblemError, attend
 from regard.cache import KVCache, PagePool, SinksAndRecent
+from regard.cache.batch_table import BatchTable
 from regard.cache.paged import PagedStore
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Paged, StoredTensor
@@ -47,6 +48,23 @@ def test_it_gives_what_a_contiguous_cache_gives(steps: list[object], page: int, 
             for mine, other in zip(ours.append(k, v), theirs.append(k, v), strict=True):
                 assert torch.equal(dense(mine), dense(other))
         assert (ours.tokens, ours.tokens_seen, ours.bytes) == (theirs.tokens, theirs.tokens_seen, theirs.bytes)
+
+
+@pytest.mark.parametrize("new", [1, 40])
+def test_an_append_that_is_interrupted_counts_no_tokens(new: int, monkeypatch: pytest.MonkeyPatch):
+    cache, (k, v) = KVCache(Paged(16)), tokens_of(70 + new)
+    cache.append(k[:, :, :70], v[:, :, :70])
+    stored = BatchTable.stored
+
+    def interrupted(batch: BatchTable) -> None:
+        stored(batch)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(BatchTable, "stored", interrupted)
+        cache.append(*tokens_of(new))
+    assert cache.tokens == cache.tokens_seen == 70
+    assert torch.equal(dense(cache.append(k[:, :, 70:], v[:, :, 70:])[0]), k)
 
 
 @pytest.mark.parametrize("page", [3, 16])

@@ -1,11 +1,19 @@
 """The pool of pages: which pages sequences share, find again, give back and turn into codes."""
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend
+from regard.cache import batch_table
 from regard.cache import pool as pool_module
+from regard.cache.batch_table import BatchTable
+from regard.cache.page_memory import CodedPageMemory, PlainPageMemory
+from regard.cache.pages import PageAllocator
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.storage.codec import Codec, Fp8, Int8
@@ -296,6 +304,129 @@ def test_numbers_that_codes_cannot_hold_change_nothing():
     with pytest.raises(ProblemError, match="NaN"):
         pool.append([row], k, v)
     assert (len(row), pool.storage.used) == (20, 2)
+
+
+def fails_once(function: Callable[..., Any], error: BaseException, call: int = 0) -> Callable[..., Any]:
+    """The function, which raises an error after one of its calls."""
+    calls = itertools.count()
+
+    def failing(*given: Any, **named: Any) -> Any:
+        result = function(*given, **named)
+        if next(calls) == call:
+            raise error
+        return result
+
+    return failing
+
+
+def test_a_step_that_lacks_memory_is_made_again_and_leaves_other_sequences_alone(monkeypatch: pytest.MonkeyPatch):
+    pool = PagePool(page=16)
+    first, second = pool.sequence(), pool.sequence()
+    theirs, ours = tokens_of(16), tokens_of(129)
+    pool.append([first], *theirs)
+    pool.append([second], *(t[:, :, :128] for t in ours))
+    last = [t[:, :, 128:] for t in ours]
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_table, "allocate", fails_once(batch_table.allocate, torch.OutOfMemoryError()))
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.append([second], *last)  # its block table becomes wider
+    assert (len(second), pool.storage.used) == (128, 9)
+    for row, expected in ((second, ours), (first, theirs)):
+        stored = pool.append([row], *(last if row is second else tokens_of(0)))
+        assert all(torch.equal(t.dense(), x) for t, x in zip(stored, expected, strict=True))
+
+
+def forks(codec: Codec | None) -> tuple[PagePool, list[Sequence]]:
+    pool = PagePool(page=16, codec=codec)
+    first = filled(pool, [*range(70)])
+    first.ids.extend(range(70, 200))
+    return pool, [first, first.fork()]
+
+
+INTERRUPTED: dict[tuple[type, str], tuple[str, ...]] = {
+    (PageAllocator, "allocate"): ("plain", "codes"),
+    (PageAllocator, "release"): ("plain", "codes"),
+    (PlainPageMemory, "copy"): ("plain",),
+    (CodedPageMemory, "write"): ("codes",),
+    (BatchTable, "change"): ("plain", "codes"),
+    (BatchTable, "write"): ("plain", "codes"),
+    (Sequence, "index_pages"): ("plain", "codes"),
+    (BatchTable, "refresh"): ("plain", "codes"),
+    (BatchTable, "stored"): ("plain", "codes"),
+}
+"""What an append calls, and which changes do."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change"),
+    [(*called, change) for called, changes in INTERRUPTED.items() for change in changes],
+    ids=lambda given: getattr(given, "__name__", given),
+)
+def test_an_append_that_is_interrupted_changes_nothing(
+    owner: type, name: str, change: str, monkeypatch: pytest.MonkeyPatch
+):
+    codec = Int8(residual=16) if change == "codes" else None
+    (pool, rows), (other, others) = forks(codec), forks(codec)
+    k, v = tokens_of(40, rows=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails_once(getattr(owner, name), KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            pool.append(rows, k, v)
+    assert ([len(row) for row in rows], pool.storage.used) == ([len(row) for row in others], other.storage.used)
+    for row, same in zip(rows, others, strict=True):
+        both = zip(pool.append([row], *tokens_of(0)), other.append([same], *tokens_of(0)), strict=True)
+        assert all(torch.equal(ours.dense(), theirs.dense()) for ours, theirs in both)
+    both = zip(pool.append(rows, k, v), other.append(others, k, v), strict=True)
+    assert all(torch.equal(ours.dense(), theirs.dense()) for ours, theirs in both)
+    assert pool.storage.used == other.storage.used
+    for row in rows:
+        row.free()
+    storage = pool.storage
+    assert (storage.used, len(storage.plain.free)) == (0, len(storage.plain.pages))
+
+
+@pytest.mark.parametrize("name", ["extend", "stored"])
+def test_a_step_within_a_page_that_is_interrupted_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
+    pool = PagePool(page=16)
+    row, (k, v) = pool.sequence(), tokens_of(20)
+    pool.append([row], k[:, :, :18], v[:, :, :18])
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchTable, name, fails_once(getattr(BatchTable, name), KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            pool.append([row], *tokens_of(1))
+    assert len(row) == 18
+    assert torch.equal(pool.append([row], k[:, :, 18:], v[:, :, 18:])[0].dense(), k)
+
+
+def test_memory_that_grew_in_a_call_that_was_interrupted_is_used(monkeypatch: pytest.MonkeyPatch):
+    pool = PagePool(pages=8, page=4)
+    row, (k, v) = pool.sequence(), tokens_of(32)
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainPageMemory, "grow", fails_once(PlainPageMemory.grow, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            pool.append([row], k, v)
+    assert torch.equal(pool.append([row], k, v)[0].dense(), k)
+    assert pool.free_pages == 0
+
+
+def test_a_small_tensor_that_lacks_memory_leaves_the_step_to_be_made_again(monkeypatch: pytest.MonkeyPatch):
+    """Whichever it is: among them those that find the slots in memory that has just grown."""
+    call = 0
+    for call in itertools.count():
+        pool = PagePool(page=16)
+        row, (k, v) = pool.sequence(), tokens_of(100)
+        pool.append([row], k[:, :, :50], v[:, :, :50])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "arange", fails_once(torch.arange, torch.OutOfMemoryError(), call))
+            try:
+                pool.append([row], k[:, :, 50:], v[:, :, 50:])
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                break
+        for stored, x in zip(pool.append([row], k[:, :, 50:], v[:, :, 50:]), (k, v), strict=True):
+            assert torch.equal(stored.dense(), x)
+    assert call > 1
 
 
 def test_a_sequence_that_nobody_refers_to_gives_its_pages_back():

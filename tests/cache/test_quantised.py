@@ -1,5 +1,7 @@
 """The coded cache: against a list of tokens, each of which is written once."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import ProblemError
-from regard.cache import KVCache
+from regard.cache import KVCache, coded_slots
 from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Contiguous, Paged, StoredTensor
@@ -332,6 +334,34 @@ def test_numbers_that_cannot_be_written_change_nothing(codec: Codec):
     assert all(torch.equal(t.dense(), old) for t, old in zip(append(cache, *tokens_of(0)), before, strict=True))
     with pytest.raises(ProblemError, match="NaN"):
         append(KVCache(codec=codec), *bad)
+
+
+@pytest.mark.parametrize(("place", "name"), [(coded_slots, "allocate"), (Tensor, "clone")], ids=["codes", "tail"])
+def test_a_step_that_lacks_memory_can_be_made_again(place: Any, name: str, monkeypatch: pytest.MonkeyPatch):
+    """Also where there was memory for the keys, and none for the values."""
+    real, step, failed = getattr(place, name), tokens_of(16), 0
+    for call in range(8):
+        cache, other, calls = KVCache(codec=Int8(16, 8)), KVCache(codec=Int8(16, 8)), itertools.count()
+
+        def lacking(*given: Any, calls: Iterator[int] = calls, call: int = call) -> Tensor:
+            if next(calls) == call:
+                raise torch.OutOfMemoryError
+            return real(*given)
+
+        first = tokens_of(55)  # so that the tail is as long as it may be, and moves to a place that it overlaps
+        append(cache, *first)
+        append(other, *first)
+        for _ in range(9):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, lacking)
+                try:
+                    found = append(cache, *step)
+                except torch.OutOfMemoryError:
+                    failed += 1
+                    found = append(cache, *step)
+            for ours, theirs in zip(found, append(other, *step), strict=True):
+                assert torch.equal(ours.dense(), theirs.dense())
+    assert failed > 1
 
 
 def test_half_precision_keeps_its_type_in_plain_parts():

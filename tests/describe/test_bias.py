@@ -1,8 +1,9 @@
 """Biases: worked numbers of the papers, sums, and what is refused."""
 
 import math
+from dataclasses import field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -136,6 +137,77 @@ def test_t5_buckets_are_those_of_transformers(buckets: int, limit: int, bidirect
     distance = torch.arange(-1000, 1001)
     expected = T5Attention._relative_position_bucket(distance, bidirectional, buckets, limit)
     assert torch.equal(T5Bias(torch.zeros(buckets, 1), bidirectional, limit).bucket(distance), expected)
+
+
+class Rates(NamedTuple):
+    near: torch.Tensor
+    far: torch.Tensor
+
+
+@spec
+class Falling(Bias):
+    """Learned rates in a tuple."""
+
+    rates: tuple[torch.Tensor, ...]
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        distance = (q - k).abs()
+        return -self.rates[0][h] * distance - self.rates[1][h] * torch.log1p(distance.double())
+
+
+@spec
+class FallingByDistance(Falling):
+    def per_distance(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("q_learns", [False, True])
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("made", [tuple, lambda rates: Rates(*rates)], ids=["tuple", "NamedTuple"])
+@pytest.mark.parametrize("kind", [Falling, FallingByDistance])
+def test_gradients_flow_to_the_tensors_of_a_tuple(kind: Any, made: Any, backend: str | None, q_learns: bool):
+    q = torch.randn(1, 2, 7, 8, dtype=torch.float64, requires_grad=q_learns)
+    rates = [torch.rand(2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+    near, far = (rate[:, None, None] for rate in rates)
+    bias = TensorBias(-near * distance - far * torch.log1p(distance.double()))
+    expected = torch.autograd.grad(attend(q, q, q, bias=bias, backend="reference").square().sum(), rates)
+    out = attend(q, q, q, bias=kind(made(rates)), backend=backend)
+    for found, exact in zip(torch.autograd.grad(out.square().sum(), rates), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+def test_the_tensors_of_a_tuple_are_widened():
+    half = torch.zeros(2, dtype=torch.bfloat16)
+    for rates in ((half, half), Rates(half, half)):
+        wide = Falling(rates).widened(torch.float32)
+        assert isinstance(wide, Falling)
+        assert type(wide.rates) is type(rates)
+        assert [rate.dtype for rate in wide.rates] == [torch.float32] * 2
+
+
+@spec
+class Powered(Bias):
+    """A keyword-only field before one that is not."""
+
+    power: float = field(default=1.0, kw_only=True)
+    rate: torch.Tensor  # pyright: ignore[reportGeneralTypeIssues] - it does not know `spec`, which makes a dataclass
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return -self.rate[h] * (q - k).abs() ** self.power
+
+
+def test_a_bias_may_have_fields_by_name_only():
+    q, rate = torch.randn(1, 2, 7, 8), torch.rand(2, requires_grad=True)
+    expected = attend(q, q, q, bias=Powered(rate, power=0.5), backend="reference")
+
+    def run(rate: torch.Tensor) -> torch.Tensor:
+        return attend(q, q, q, bias=Powered(rate, power=0.5))
+
+    for one in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        out = one(rate)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("per_distance", [False, True])

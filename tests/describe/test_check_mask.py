@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, ProblemError, attend, check_mask
+from regard import Causal, ProblemError, TensorMask, attend, check_mask
 from regard.extend import CallSizes, Interval, Mask, Rectangles, spec
 from tests.expressions import BATCH, HEADS, masks
 
@@ -58,6 +58,36 @@ class SameEverywhere(Diagonal):
 class WrongIntervals(Diagonal):
     def intervals(self, sizes: CallSizes) -> Any:
         return [Interval(right=2)]
+
+
+@spec
+class Narrowing(Diagonal):
+    """The last key moves to the left from a query to the next."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k < 30 - q
+
+    def bounds(self, r: Rectangles) -> Any:
+        return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
+
+    def intervals(self, sizes: CallSizes) -> Any:
+        return [Interval(stop=30 - np.arange(sizes.offset, sizes.positions)[None])]
+
+
+@spec
+class NarrowingByDistance(Narrowing):
+    def intervals(self, sizes: CallSizes) -> Any:
+        return [Interval(right=30 - 2 * np.arange(sizes.offset, sizes.positions)[None])]
+
+
+@spec
+class GivesIntervals(Diagonal):
+    """Its intervals are anything that a user may return."""
+
+    given: Any
+
+    def intervals(self, sizes: CallSizes) -> Any:
+        return self.given
 
 
 @spec
@@ -114,6 +144,11 @@ WRONG: dict[str, tuple[Mask, str]] = {
     "bounds that keep": (KeepsTooMuch(), "bounds say that all of queries .* is kept, and keep does not keep the pair"),
     "a signature": (SameEverywhere(), "signature is the same for queries .* and queries .* at the pair of query"),
     "intervals": (WrongIntervals(), "intervals keep the pair of query position 0 and key position 1"),
+    "an edge": (Narrowing(), r"stop of intervals decreases from query position 0 to 1 \(batch row 0\)"),
+    "a distance": (NarrowingByDistance(), r"q \+ right of intervals decreases from query position 0 to 1"),
+    "one interval": (GivesIntervals(Interval(right=1)), "intervals returned Interval.*; expected None or a list of"),
+    "an edge by row": (GivesIntervals([Interval(stop=np.array([9]))]), r"an int64 array \[batch or 1, queries or 1\]"),
+    "an edge of floats": (GivesIntervals([Interval(stop=np.array([[9.0]]))]), "for 1 batch rows and 40 queries"),
     "keep by index": (ByIndex(), "keep is not pointwise: it gives"),
     "a shape": (OneForAll(), re.escape("keep returned bool [3, 5] for positions that broadcast to [1, 3, 40, 40]")),
     "a type": (OfInts(), "keep returned torch.int64; expected a bool tensor"),
@@ -132,6 +167,29 @@ def test_a_wrong_mask_is_found(name: str):
 
 def test_a_mask_of_ones_own_is_right():
     check_mask(Diagonal() & ~Diagonal() | Causal(), queries=70, keys=90, offset=3)
+
+
+@pytest.mark.parametrize("mask", [Narrowing(), NarrowingByDistance(), Narrowing() & Causal(), ~Narrowing()])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_an_edge_that_moves_to_the_left_hides_the_right_keys(mask: Mask, backend: str | None):
+    q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
+    keep = mask.keep(0, 0, torch.arange(40)[:, None], torch.arange(40))
+    torch.testing.assert_close(
+        attend(q, k, k, mask=mask, backend=backend), attend(q, k, k, mask=TensorMask(keep), backend="reference")
+    )
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_intervals_of_another_form_are_refused_in_a_call(queries: int):
+    q, k = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 40, 8)
+    wrong = GivesIntervals([Interval(stop=np.array([9]))])
+    for mask in (wrong, wrong | Causal(), wrong & Causal(), ~wrong):
+        with pytest.raises(ProblemError, match=r"^GivesIntervals\(.*: intervals returned .*; expected None or a list"):
+            attend(q, k, k, mask=mask)
+
+
+def test_a_tuple_of_intervals_is_taken():
+    check_mask(GivesIntervals((Interval(right=1),)) | Causal(), queries=30, keys=50)
 
 
 def test_what_is_no_mask_is_refused():

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_to_first_dims
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from regard import RefusalError
+from regard import ProblemError, RefusalError
 from regard.describe import position_table, rotation
 from regard.describe.position import Rope, Sinusoidal
 from regard.describe.recent import Recent
@@ -375,3 +375,30 @@ def test_a_tensor_of_positions_is_traced_when_the_length_is_told():
     torch.testing.assert_close(traced(x, p, tokens=30), rope.rotate(x, p, tokens=30))
     with pytest.raises(RefusalError, match="give tokens="):
         torch.vmap(rope.rotate)(x[None], p[None])
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_trace_of_torch_jit_serves_every_length(interleaved: bool):
+    rope = Rope(64, interleaved=interleaved)
+    rope.rotate(torch.randn(1, 8, 2048, 64))
+    traced: Any = torch.jit.trace(rope.rotate, torch.randn(1, 8, 1100, 64), check_trace=False)
+    for tokens in (7, 1100, 2003):
+        x = torch.randn(1, 8, tokens, 64)
+        assert torch.allclose(traced(x), rope.rotate(x), atol=1e-5)
+    added: Any = torch.jit.trace(Sinusoidal(8).add, torch.randn(1, 10, 8), check_trace=False)
+    x = torch.randn(1, 101, 8)
+    assert torch.allclose(added(x), Sinusoidal(8).add(x))
+    with pytest.raises(
+        RefusalError, match=r"DynamicNTK depends on the length.*torch\.jit\.trace records as a constant"
+    ):
+        torch.jit.trace(Rope(8, scaling=DynamicNTK(4.0, 7)).rotate, torch.randn(1, 1, 5, 8), check_trace=False)
+
+
+def test_positions_of_narrow_types_and_bad_ones():
+    x, rope = torch.randn(1, 2, 3, 8), Rope(8, scaling=DynamicNTK(4.0, 7))
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        positions = torch.tensor([1, 2, 30], dtype=dtype)
+        assert torch.equal(rope.rotate(x, positions), rope.rotate(x, positions.long()))
+    with pytest.raises(ProblemError, match="the greatest of the positions is nan"):
+        rope.rotate(x, torch.tensor([1.0, torch.nan, 3.0]))

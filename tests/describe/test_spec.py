@@ -3,6 +3,7 @@
 import copy
 import pickle
 import weakref
+from dataclasses import field
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from regard import (
     Tree,
     Window,
     attend,
+    check_mask,
 )  # fmt: skip
 from regard.describe import mask as mask_of
 from regard.describe import spec as spec_of
@@ -59,6 +61,45 @@ def test_a_spelling_by_hand():
     assert carried[0] is ids
     assert Tree([-1, 0]).serialize(carried, numbers) == '["Tree", {"tuple": [{"number": 0}, {"number": 1}]}, null]'
     assert numbers == [-1, 0]
+
+
+@spec
+class Labelled(Mask):
+    """A text, a tuple, and a field by name only."""
+
+    label: str
+    tables: tuple[Any, ...] = ()
+    size: int = field(default=3, kw_only=True)
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> torch.Tensor:
+        return cast(torch.Tensor, q // self.size == k // self.size)
+
+
+@pytest.mark.parametrize("text", ["", 'say "hi"', "back\\slash\\", "a\nline\tand\0", 'é"\u2028'])
+def test_any_text_is_spelled_and_read(text: str):
+    made, carried, numbers = Labelled(text, size=2), list[torch.Tensor](), list[int]()
+    assert deserialize(made.serialize(carried, numbers), carried, numbers) == made
+    check_mask(made, queries=9, keys=11)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return attend(x, x, x, mask=Labelled(text, size=2))
+
+    x = torch.randn(1, 1, 9, 4)
+    traced: Any = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(traced(x), run(x))
+
+
+def test_the_parts_of_a_tuple_are_those_of_the_spec():
+    ids, table = torch.arange(3), torch.ones(2)
+    made, carried, numbers = Labelled("", (table, (Documents(ids), 1))), list[torch.Tensor](), list[int]()
+    made.serialize(carried, numbers)
+    assert [id(t) for t in made.tensors()] == [id(t) for t in carried] == [id(table), id(ids)]
+    same = Labelled("", (torch.zeros(2), (Documents(ids), 1)))
+    assert same.form() == made.form() != Labelled("", (torch.zeros(3), (Documents(ids), 1))).form()
+    assert same.form().is_cacheable
+    assert same != made
+    assert Labelled("", (Shifted(4), Causal())).unregistered() is Shifted
+    assert not Labelled("", (iter([1]),)).form().is_cacheable
 
 
 def test_an_outline_keeps_no_tensor():

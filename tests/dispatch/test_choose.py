@@ -1,6 +1,8 @@
 """The choice: no silent fallback, reasons for all that were passed over, and a cache that keeps no tensor alive."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from regard import (
     Alibi,
+    Call,
     Causal,
     Documents,
     KeyLengths,
@@ -19,6 +22,7 @@ from regard import (
     Window,
     attend,
     explain,
+    observe_calls,
 )
 from regard.cache import Contiguous, Int8, Latent, Paged
 from regard.dispatch import choose
@@ -267,3 +271,16 @@ def test_a_batch_that_no_grid_of_programs_has_room_for_runs_on_kernels_with_a_li
     assert plan.passed_over["sdpa"] == ["on cuda its kernels take at most 65,535 batch rows and heads"]
     with pytest.raises(RefusalError, match="at most 65,535 batch rows and heads"):
         explain(q, q, q, device="cuda", backend="flex")
+
+
+def test_a_plan_is_its_own_copy_and_is_not_pickled():
+    plan = explain(meta(1, 2, 64, 8), meta(1, 2, 64, 8), meta(1, 2, 64, 8), mask=Causal())
+    assert copy.copy(plan) is copy.deepcopy(plan) is plan
+    with pytest.raises(RefusalError, match=r"a Plan is not pickled.*regard\.explain again"):
+        pickle.dumps(plan)
+    q, calls = torch.randn(1, 2, 5, 8), list[Call]()
+    with observe_calls(calls.append):
+        attend(q, q, q, mask=Causal())
+    assert torch.equal(copy.deepcopy(calls[0]).out, calls[0].out)
+    with pytest.raises(RefusalError, match="a Plan is not pickled"):
+        pickle.dumps(calls[0])

@@ -1,5 +1,6 @@
 """What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import (
@@ -33,6 +36,7 @@ from regard import (
     explain,
     observe_calls,
 )
+from regard.scores import Bilinear
 from tests.test_native import needs_library
 
 Q, K, V = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
@@ -349,16 +353,134 @@ def test_a_traced_functional_gradient_is_refused_and_eager_where_graphs_may_brea
     torch._dynamo.reset()
 
 
+class Attention(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, mask=Causal())
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about torch
 def test_a_program_that_inductor_compiles_ahead_of_time_gives_the_same(tmp_path: Path):
-    class Attention(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, mask=Causal())
-
     program = torch.export.export(Attention(), (Q, K, V))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
     assert torch.equal(torch._inductor.aoti_load_package(package)(Q, K, V), attend(Q, K, V, mask=Causal()))
+
+
+SMALL = tuple(torch.randn(1, 2, 5, 8) for _ in range(3))
+
+
+def strided(t: Tensor) -> Tensor:
+    """The same tensor, whose last dimension is not contiguous."""
+    return t.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+
+
+DIFFERENTIATED: dict[str, tuple[Any, tuple[int, ...] | None]] = {
+    "nothing": (lambda q, k, v, t: attend(q, k, v), None),
+    "strided": (lambda q, k, v, t: attend(strided(q), strided(k), strided(v)), None),
+    "T5Bias": (lambda q, k, v, t: attend(q, k, v, bias=T5Bias(t)), (32, 2)),
+    "two biases": (lambda q, k, v, t: attend(q, k, v, bias=TensorBias(t) + TensorBias(t[:, :, :1])), (1, 2, 5, 5)),
+    "a sink in bfloat16": (
+        lambda q, k, v, t: attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), sink=t.bfloat16()).float(),
+        (2,),
+    ),
+    "Bilinear": (lambda q, k, v, t: attend(q, k, v, score=Bilinear(t)), (8, 8)),
+    "reference": (lambda q, k, v, t: attend(q, k, v, backend="reference"), None),
+    "sdpa": (lambda q, k, v, t: attend(q, k, v, backend="sdpa"), None),
+}
+
+
+class PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def leaves_of(sizes: tuple[int, ...] | None) -> list[Tensor]:
+    return [t.clone().requires_grad_() for t in (*SMALL, *([] if sizes is None else [torch.randn(sizes)]))]
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.square().sum(), leaves)
+
+
+def called(function: Any, leaves: list[Tensor]) -> Tensor:
+    return function(*leaves, *([None] * (4 - len(leaves))))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+@pytest.mark.parametrize("mode", [PassThrough, lambda: FlopCounterMode(display=False)], ids=["a mode", "the counter"])
+def test_gradients_in_a_dispatch_mode_are_those_outside(name: str, mode: Any):
+    function, sizes = DIFFERENTIATED[name]
+    leaves = leaves_of(sizes)
+    expected = gradients(called(function, leaves), leaves)
+    with mode():
+        found = gradients(called(function, leaves), leaves)
+    for ours, outside in zip(found, expected, strict=True):
+        assert torch.equal(ours, outside)
+
+
+def test_a_compiled_call_whose_backward_pass_alone_is_in_a_dispatch_mode_has_its_gradients():
+    function, sizes = DIFFERENTIATED["T5Bias"]
+    leaves = leaves_of(sizes)
+    out = compiled(function)(*leaves)
+    with FlopCounterMode(display=False):
+        found = gradients(out, leaves)
+    for ours, outside in zip(found, gradients(function(*leaves), leaves), strict=True):
+        assert torch.equal(ours, outside)
+
+
+def counted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return attend(q, k, v, backend="reference")
+
+
+def exported() -> Any:
+    return torch.export.export(Attention(), SMALL).module()
+
+
+OPERATORS = {
+    "exported": exported,
+    "compiled": lambda: torch.compile(Attention(), backend="eager", fullgraph=True),
+    "counted": lambda: counted,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_second_derivative_of_the_operator_is_refused_and_not_a_part_of_it(name: str):
+    leaves = leaves_of(None)
+    out = OPERATORS[name]()(*leaves)
+    (grad,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RefusalError, match="second derivative: leave torch"):
+        torch.autograd.grad(out.sum() + grad.square().sum(), leaves)
+
+
+def test_an_exported_program_refuses_forward_mode_and_gives_no_tangents_of_zero():
+    program, tangents = exported(), tuple(t.cos() for t in SMALL)
+    with pytest.raises(RefusalError, match=r"jvp.*exports"):
+        torch.func.jvp(program, SMALL, tangents)
+    with dual_level(), pytest.raises(RefusalError, match=r"jvp.*exports"):
+        program(*map(make_dual, SMALL, tangents))
+
+
+@pytest.mark.parametrize("kind", ["grad", "jacrev", "grad of vmap"])
+def test_an_exported_program_refuses_the_gradients_of_torch_func(kind: str):
+    program = exported()
+    functions: dict[str, Any] = {
+        "grad": torch.func.grad(lambda *t: program(*t).sum()),
+        "jacrev": torch.func.jacrev(program),
+        "grad of vmap": torch.func.grad(lambda q, k, v: torch.vmap(program)(q[None], k[None], v[None]).sum()),
+    }
+    with pytest.raises(RefusalError, match=r"torch\.func\.grad of a call that torch traces or exports"):
+        functions[kind](*SMALL)
+
+
+def test_an_exported_program_refuses_several_gradients_at_once():
+    leaves = leaves_of(None)
+    out = exported()(*leaves)
+    several = torch.stack([torch.ones_like(out)] * 3)
+    with pytest.raises(RefusalError, match="several at once"):
+        torch.autograd.grad(out, leaves, several, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RefusalError, match="several at once"):
+        torch.vmap(lambda grad: torch.autograd.grad(out, leaves, grad, retain_graph=True))(several)
 
 
 def counted_flops(function: Any) -> int:
@@ -432,9 +554,9 @@ def test_integers_of_numpy_are_compiled(bias: Any):
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
 def test_a_trace_of_torch_jit_is_refused_as_its_graph_would_not_compute():
     q = torch.randn(1, 2, 8, 16)
-    for mask in (None, Causal()):
-        with pytest.raises(RefusalError, match=r"torch\.jit\.trace records operators of torch"):
-            torch.jit.trace(lambda q, mask=mask: attend(q, q, q, mask=mask), (q,), check_trace=False)
+    for mask, backend in itertools.product((None, Causal(), Window(3)), (None, "reference", "sdpa")):
+        with pytest.raises(RefusalError, match=r"torch\.jit\.trace records the operators of torch of one path"):
+            torch.jit.trace(lambda q, m=mask, b=backend: attend(q, q, q, mask=m, backend=b), (q,), check_trace=False)
 
 
 def test_a_traced_call_with_dropout_touches_the_generator_of_its_own_device_alone(monkeypatch: pytest.MonkeyPatch):

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard import ProblemError, RefusalError
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, PagePool, SinksAndRecent, SnapKV
-from regard.integrate import load_cache, regard_cache
+from regard.integrate import cache_file, load_cache, regard_cache
 from regard.integrate.cache_tree import Reader
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Fp8, Int4, Int8
@@ -260,6 +261,28 @@ def test_a_file_is_written_whole_or_not_at_all(saved: Path, monkeypatch: pytest.
     assert (list(saved.parent.iterdir()), saved.read_bytes()) == ([saved], before)
 
 
+def test_a_disk_that_is_full_for_safetensors_is_said_as_for_others(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    before, cache = saved.read_bytes(), load_cache(on_regard("llama"), saved)
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(cache_file, "save_file", full)
+    with pytest.raises(ProblemError, match=r"cannot be written: Error while serializing.*No space left"):
+        cache.save(saved, prompt())
+    assert (list(saved.parent.iterdir()), saved.read_bytes()) == ([saved], before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such permissions")
+def test_a_file_has_the_permissions_of_the_one_it_replaces_or_of_any_new_one(saved: Path):
+    cache, other = load_cache(on_regard("llama"), saved), saved.with_name("other")
+    other.touch()
+    assert saved.stat().st_mode == other.stat().st_mode
+    saved.chmod(0o600)
+    cache.save(saved, prompt())
+    assert saved.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_file_that_is_no_cache_is_not_replaced(saved: Path):
     cache, weights = load_cache(on_regard("llama"), saved), saved.with_name("model.safetensors")
     save_file({"tokens": torch.ones(3)}, weights)
@@ -282,7 +305,7 @@ def test_a_file_that_is_no_cache_is_not_replaced(saved: Path):
 def test_what_a_killed_save_left_is_removed_by_the_next(saved: Path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left = saved.with_name(f".{saved.name}.{gone.pid}.part")
+    left = saved.with_name(f".{saved.name}.{gone.pid}.3.part")
     left.touch()
     load_cache(on_regard("llama"), saved).save(saved, prompt())
     assert list(saved.parent.iterdir()) == [saved]

@@ -205,3 +205,9 @@ def test_a_rotation_without_a_word_is_refused(said, why):
     config.rope_parameters = said
     with pytest.raises(ProblemError, match=why):
         rope_of(config)
+
+
+@pytest.mark.parametrize("config", [transformers.CohereConfig(), transformers.GlmConfig(), transformers.GPTJConfig()])
+def test_the_rotation_of_a_model_that_is_not_taken_over_is_refused(config):
+    with pytest.raises(ProblemError, match=f"the rotation of a {config.model_type} model: expected one of arcee"):
+        rope_of(config)

@@ -420,7 +420,7 @@ def without_a_file() -> type[LlamaForCausalLM]:
 @pytest.mark.parametrize("kind", [without_a_file(), WithoutGetInterface])
 def test_a_model_that_transformers_would_leave_as_it_is_gets_the_attention_of_regard(kind: type[LlamaForCausalLM]):
     made, calls = kind(LlamaConfig(vocab_size=11, **SMALL)), []
-    x = torch.randn(1, 3, 16) if kind is WithoutGetInterface else torch.tensor([[1, 2, 3]])
+    x = torch.tensor([[1, 2, 3]]) if kind.__name__ == "Made" else torch.randn(1, 3, 16)
     with observe_calls(calls.append):
         use_regard(made)(x)
     assert len(calls) == 1
@@ -438,9 +438,8 @@ def test_models_in_a_model_get_their_attention_back():
     for block in (continuous_batching(made), with_implementation(made, "regard")):
         with block:
             assert made.config.vision_config._attn_implementation != "eager"
-        assert [each._attn_implementation for each in (config, config.text_config, config.vision_config)] == [
-            "sdpa", "sdpa", "eager",
-        ]  # fmt: skip
+        configs: list[Any] = [config, text, vision]
+        assert [each._attn_implementation for each in configs] == ["sdpa", "sdpa", "eager"]
 
 
 def test_only_models_of_transformers_are_taken():

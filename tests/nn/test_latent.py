@@ -4,6 +4,7 @@ import cmath
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -457,3 +458,23 @@ def test_positions_said_one_by_one_or_by_the_first_are_the_same(scaling: object)
     )
     x = torch.randn(1, 5, 32)
     assert torch.allclose(module(x, positions=100), module(x, positions=torch.arange(100, 105)), atol=1e-6)
+
+
+def test_a_first_position_of_numpy_is_an_int_and_other_positions_are_named():
+    position = Rope(4, scaling=DynamicNTK(4.0, 8))
+    module, x = (
+        LatentAttention(32, 4, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, position=position),
+        torch.randn(1, 5, 32),
+    )
+    assert torch.equal(module(x, positions=np.int64(7)), module(x, positions=7))
+    assert module(x[:, :0]).shape == (1, 0, 32)
+    with pytest.raises(ProblemError, match=r"expected a whole number of tokens \(the first position\), a tensor"):
+        module(x, positions=[0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("pairs", [[[0, 1]], ((0.0, 1.0),), ((0, True),), (0, 1), 3])
+def test_pairs_are_tuples_of_whole_numbers(pairs):
+    with pytest.raises(ProblemError, match="expected a tuple of whole numbers for each head"):
+        RopePairs(Rope(8), pairs)
+    with pytest.raises(ProblemError, match=r"RopePairs.rope=8.: expected a Rope"):
+        RopePairs(8, ((0, 1),))

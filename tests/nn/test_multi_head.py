@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ from regard.bench.rounds import Effort
 from regard.cache import KVCache
 from regard.describe.heads import Heads
 from regard.describe.position import Rope, Sinusoidal
-from regard.describe.rope_scaling import DynamicNTK
+from regard.describe.rope_scaling import DynamicNTK, LongRope
 from regard.nn import MultiHeadAttention, SpecModule
 from regard.nn.norm import RMSNorm
 from regard.scores import Additive, Bilinear, Cosine, Gaussian, Score
@@ -386,7 +387,9 @@ def test_it_shows_what_it_is():
     [
         ({"heads": 5}, r"d_model=24.*heads=5.*head_dim="),
         ({"kv_heads": 4}, r"heads=6, kv_heads=4.*whole multiple"),
-        ({"heads": 0}, r"heads=0"),
+        ({"heads": 0}, "heads is 0: expected at least 1 heads"),
+        ({"d_model": "16"}, "d_model is '16': expected a whole number of dimensions"),
+        ({"context_dim": 8.0}, "context_dim is 8.0: expected a whole number of dimensions"),
         ({"position": Rope(8)}, r"rotates heads of 8 dimensions, and these have 4"),
         ({"position": Sinusoidal(24)}, r"added to embeddings"),
         ({"position": Alibi(6)}, r"position is Alibi.*added to scores: bias="),
@@ -402,7 +405,7 @@ def test_it_shows_what_it_is():
 )
 def test_a_module_that_makes_no_sense_is_not_made(words: dict[str, Any], said: str):
     with pytest.raises(ProblemError, match=said):
-        MultiHeadAttention(24, **({"heads": 6} | words))
+        MultiHeadAttention(**({"d_model": 24, "heads": 6} | words))
 
 
 def test_a_call_that_makes_no_sense_is_named():
@@ -444,3 +447,35 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
 def test_a_bias_of_projections_is_told_from_one_of_scores():
     with pytest.raises(ProblemError, match="projections have biases by qkv_bias= and out_bias="):
         MultiHeadAttention(32, 4, bias=True)
+
+
+def test_a_first_position_of_numpy_is_an_int():
+    x, context, scaling = torch.randn(1, 5, 16), torch.randn(1, 11, 16), DynamicNTK(4.0, 7)
+    for position in (Rope(8), None):
+        module = MultiHeadAttention(16, 2, position=position, mask=Causal())
+        assert torch.equal(module(x, context, positions=np.int64(3)), module(x, context, positions=3))
+    module = MultiHeadAttention(16, 2, position=Rope(8, scaling=scaling), mask=Causal())
+    assert torch.equal(module(x, positions=np.int64(5)), module(x, positions=5))
+
+
+@pytest.mark.parametrize("scaling", [None, DynamicNTK(4.0, 7)])
+@pytest.mark.parametrize("positions", [[0, 1, 2], 2.0, "a", True])
+def test_positions_that_are_none_are_named(scaling: Any, positions: Any):
+    module = MultiHeadAttention(16, 2, position=Rope(8, scaling=scaling))
+    with pytest.raises(ProblemError, match=r"expected a whole number of tokens \(the first position\), a tensor"):
+        module(torch.randn(1, 3, 16), positions=positions)
+
+
+@pytest.mark.parametrize("scaling", [DynamicNTK(4.0, 7), LongRope((1.0,) * 4, (2.0,) * 4, 7)])
+def test_a_scaling_takes_inputs_without_tokens_and_positions_without_data(scaling: Any):
+    module, x = MultiHeadAttention(16, 2, position=Rope(8, scaling=scaling), mask=Causal()), torch.randn(2, 11, 16)
+    for empty, positions in (
+        (x[:, :0], None),
+        (x[:, :0], torch.arange(0)),
+        (x[:0], torch.zeros(0, 11, dtype=torch.int64)),
+    ):
+        assert module(empty, positions=positions).shape == empty.shape
+    on_meta = copy.deepcopy(module).to("meta")
+    assert on_meta(x.to("meta"), positions=torch.arange(11, device="meta")).shape == x.shape
+    with pytest.raises(ProblemError, match="the greatest of the positions is nan: expected finite positions"):
+        module(x, positions=torch.full((11,), torch.nan))

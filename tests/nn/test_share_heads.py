@@ -129,6 +129,8 @@ def test_weights_keep_their_type_and_are_rounded_once(dtype):
         (4, "mean", "6 key heads do not divide into 4 groups of one size: expected one of 1, 2, 3, 6"),
         (12, "mean", "kv_heads=12: the module has 6 key heads"),
         (0, "mean", "kv_heads=0: expected 1 or more"),
+        ("2", "mean", "kv_heads is '2': expected a whole number of heads"),
+        (None, "mean", "kv_heads is None: expected a whole number of heads"),
         (2, "median", "how='median': expected 'mean', 'first' or 'random'"),
     ],
 )
@@ -183,3 +185,13 @@ def test_a_score_with_a_part_for_each_key_head_is_refused():
 def test_rows_that_are_no_heads_are_refused():
     with pytest.raises(ProblemError, match="7 rows do not divide into 2 heads"):
         shared_rows(torch.zeros(7, 3), 2, 1)
+
+
+def test_a_count_in_a_tensor_is_an_int():
+    assert type(share_heads(made(), torch.tensor(2)).kv_heads) is int
+
+
+def test_random_heads_are_drawn_where_weights_are_pooled_whatever_the_default_device():
+    with torch.device("meta"):
+        shared = share_heads(made(device="cpu"), 2, "random")
+    assert shared.k_proj.weight.isfinite().all()

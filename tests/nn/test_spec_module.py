@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+from dataclasses import field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from regard import Alibi, Causal, Documents, KeyLengths, ProblemError, T5Bias, TensorBias, attend
+from regard.extend import Bias, spec
 from regard.nn import SpecModule
 
 
@@ -97,6 +100,46 @@ def test_a_tensor_that_stands_twice_is_held_once():
     assert one.tensors()[0] is other.tensors()[0]
 
 
+class Two(NamedTuple):
+    near: torch.Tensor
+    far: torch.Tensor
+
+
+@spec
+class Rates(Bias):
+    rates: tuple[torch.Tensor, ...]
+    scale: float = field(default=1.0, kw_only=True)
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        distance = (q - k).abs()
+        return -self.scale * (self.rates[0][h] * distance + self.rates[1][h] * torch.log1p(distance.float()))
+
+
+@pytest.mark.parametrize("pair", [lambda *rates: rates, Two], ids=["tuple", "NamedTuple"])
+def test_the_tensors_of_a_tuple_are_held_by_their_place(pair: Any):
+    near, far = trained(3), trained(3)
+    held = SpecModule(Rates(pair(near, far), scale=0.5))
+    assert dict(held.named_parameters()) == {"rates_0": near, "rates_1": far}
+    assert list(SpecModule(Rates(pair(near, far)) + Alibi(3)).state_dict()) == ["a_rates_0", "a_rates_1"]
+    assert held.spec == Rates(pair(near, far), scale=0.5)
+    assert type(held.spec.rates) is type(pair(near, far))
+    assert held.to(torch.float64).spec.rates[1].dtype == torch.float64
+
+
+def test_a_held_tuple_with_a_field_by_name_is_traced_whole_and_learns():
+    held, q = SpecModule(Rates((trained(3), trained(3)), scale=0.5)), torch.randn(1, 3, 7, 8)
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return attend(q, q, q, bias=held.spec)
+
+    for one in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        held.zero_grad()
+        out: torch.Tensor = one(q)
+        torch.testing.assert_close(out, attend(q, q, q, bias=held.spec, backend="reference"))
+        out.square().sum().backward()
+        assert all(parameter.grad is not None for parameter in held.parameters())
+
+
 def test_another_tensor_can_stand_in_for_a_parameter():
     module, q, other = Scores(trained(32, 3)), torch.randn(1, 3, 7, 8), torch.randn(32, 3)
     module(q)
@@ -128,3 +171,18 @@ def test_a_tensor_given_to_several_layers_is_trained_once():
     (table,) = torch.nn.ModuleList(layers).parameters()
     table.data.add_(1)
     assert all(bool((layer.spec.table == 1).all()) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nn.Module.bfloat16, lambda m: m.requires_grad_(False), lambda m: m.to("meta")],
+    ids=["converted", "frozen", "moved"],
+)
+def test_a_tensor_is_taken_as_given_though_another_module_has_changed_it(change):
+    table = torch.randn(32, 3, requires_grad=True)
+    earlier = change(SpecModule(T5Bias(table)))
+    later, last = SpecModule(T5Bias(table)), SpecModule(T5Bias(table))
+    assert later.table is not earlier.table
+    assert later.table is last.table
+    assert later.table.requires_grad
+    assert (later.table.dtype, later.table.data_ptr()) == (table.dtype, table.data_ptr())

@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
-from regard import Alibi, Causal
+from regard import Alibi, Causal, Documents
 from regard.cache import KVCache
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import Yarn
@@ -248,3 +249,38 @@ def test_biases_of_keys_under_a_softcap_are_refused():
 def test_inputs_that_say_nothing_are_refused(inputs: torch.Tensor):
     with pytest.raises(ProblemError, match="all 0, or not finite"):
         to_latent(MultiHeadAttention(32, 4), 16, inputs=inputs)
+
+
+@pytest.mark.parametrize("tokens", [11, 31, 101])
+@pytest.mark.parametrize("rank", [23, 32])
+def test_rank_beyond_that_of_the_weights_adds_no_error(tokens, rank):
+    module = made()
+    with torch.no_grad():
+        for projection in (module.k_proj, module.v_proj):
+            projection.weight[8:] = projection.weight[:8]  # equal heads: the rank of the weights is 16
+    converted = to_latent(module, rank, inputs=torch.randn(tokens, 48, dtype=torch.float64))
+    assert max(converted.error, converted.input_error, converted.output_error) < 1e-12
+    torch.testing.assert_close(converted.module(X[None]), module(X[None]))
+
+
+def test_weights_of_zeros_have_no_error():
+    module = made()
+    for projection in (module.k_proj, module.v_proj):
+        nn.init.zeros_(projection.weight)
+    assert to_latent(module, 7).error == 0
+    converted = to_latent(module, 7, inputs=X)
+    assert (converted.error, converted.input_error, converted.output_error) == (0, 0, 0)
+
+
+def test_the_mask_belongs_to_the_module_that_was_made():
+    module = made(mask=Documents(torch.arange(29) // 7))
+    to_latent(module, 9).module.to("meta")
+    assert module(X[None]).isfinite().all()
+
+
+def test_the_default_device_changes_nothing():
+    module = made("rotated in part")
+    expected = to_latent(module, 9, 2, inputs=X).module
+    with torch.device("meta"):
+        found = to_latent(module, 9, 2, inputs=X).module
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))

@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -318,11 +318,13 @@ def test_a_temperature_near_0_takes_the_most_probable_token(dtype: torch.dtype):
         ({"mlp": 0}, "mlp is 0: expected True or False"),
         ({"tied": "no"}, "tied is 'no': expected True or False"),
         ({"hidden": 0}, "hidden is 0: expected at least 1 dimensions"),
+        ({"vocabulary": 11.0}, "vocabulary is 11.0: expected a whole number of tokens"),
+        ({"d_model": 32.0}, "d_model is 32.0: expected a whole number of dimensions"),
     ],
 )
 def test_a_model_that_makes_no_sense_is_not_made(words: dict[str, Any], said: str):
     with pytest.raises(ProblemError, match=said):
-        Decoder(19, 32, **{"layers": 1, "heads": 4} | words)
+        Decoder(**{"vocabulary": 19, "d_model": 32, "layers": 1, "heads": 4} | words)
 
 
 def test_caches_belong_to_the_blocks():
@@ -343,3 +345,17 @@ def test_positions_and_masks_may_be_modules(position: Any):
         models += [Decoder(19, 32, 2, 4, position=given, mask=mask), Encoder(19, 32, 2, 4, position=given, mask=mask)]
     for plain, module in zip(models[:2], models[2:], strict=True):
         assert torch.equal(plain(tokens), module(tokens))
+
+
+@pytest.mark.parametrize("as_given", [lambda bias: bias, SpecModule])
+def test_a_call_with_other_weights_leaves_the_table_of_the_layers(as_given: Any):
+    model, tokens = Decoder(VOCABULARY, WIDTH, 2, HEADS, position=as_given(POSITIONS["t5"]())), some_tokens(2, 13)
+    tables = [cast(Any, block).attention.bias.spec.table for block in model.body.blocks]
+    assert tables[0] is tables[1]
+    with torch.no_grad():
+        before = model(tokens)
+        doubled = {name: 2 * weight for name, weight in model.named_parameters()}
+        assert not torch.allclose(torch.func.functional_call(model, doubled, (tokens,)), before)
+        assert torch.equal(model(tokens), before)
+    names = [name for name in model.state_dict() if name.endswith("table")]
+    assert names == [f"body.blocks.{i}.attention.bias.table" for i in range(2)]

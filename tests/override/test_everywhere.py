@@ -269,6 +269,28 @@ def test_leaving_a_block_that_was_not_entered_is_an_error_and_changes_nothing():
     assert not switch.is_on()
 
 
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("entered", [True, False], ids=["entering", "calling"])
+def test_ctrl_c_on_the_way_in_leaves_what_was_on(monkeypatch: pytest.MonkeyPatch, on: bool, entered: bool):
+    def interrupted(on: bool) -> None:
+        monkeypatch.setattr(switch, "_replace", replace)
+        replace(on)
+        raise KeyboardInterrupt
+
+    replace = switch._replace
+    block = regard.everywhere(on) if entered else None
+    regard.everywhere(not on)
+    monkeypatch.setattr(switch, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        regard.everywhere(on) if block is None else block.__enter__()
+    assert switch.is_on() is not on
+    regard.everywhere(on)
+    assert switch.is_on() is on
+    regard.everywhere(False)
+    assert not switch.is_on()
+    assert F.scaled_dot_product_attention is OF_TORCH
+
+
 def test_blocks_of_several_threads_may_overlap():
     inside, go_on = threading.Event(), threading.Event()
 

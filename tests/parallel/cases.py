@@ -147,6 +147,27 @@ def fill_and_decode(
     return outs, cache.counts
 
 
+def handshakes_of_decoding(rank: int, size: int, **more: Any) -> int:
+    """How many calls of `fill_and_decode` the ranks compared through the store."""
+    compare, found = Ranks._compare, 0  # pyright: ignore[reportPrivateUsage]
+
+    def counting(self: Ranks) -> None:
+        nonlocal found
+        found += 1
+        compare(self)
+
+    with patch.object(Ranks, "_compare", counting):
+        fill_and_decode(rank, size, **more)
+    return found
+
+
+def decode_from_other_caches(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, timeout: float) -> None:
+    """A step over caches that have the same tokens in other blocks on the last rank."""
+    cache = ShardedCache(block=4 if rank < size - 1 else 5, timeout=timeout)
+    cache.append(k, v)
+    cache.attend(q[:, :, -1:])
+
+
 def end(rank: int, size: int, **more: Any) -> None:
     """End the process, as a kill does."""
     os._exit(1)

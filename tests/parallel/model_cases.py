@@ -10,7 +10,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from regard import Alibi, Causal, KeyLengths, Mask, ProblemError, RefusalError, Window, attend, attend_state
+from regard import (
+    Alibi,
+    Causal,
+    KeyLengths,
+    Mask,
+    ProblemError,
+    RefusalError,
+    TensorBias,
+    Window,
+    attend,
+    attend_state,
+    explain,
+)
 from regard.nn import Decoder, MultiHeadAttention
 from regard.parallel import context_parallel
 from tests.integrate.zoo import with_cache
@@ -237,27 +249,38 @@ def heads_and_sequence(rank: int, size: int, *, tokens: int) -> None:
 
 
 def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | None, tokens: int) -> None:
-    """DTensors with these placements on a mesh of 2 x 2."""
+    """DTensors with these placements on a mesh of 2 x 2, and a sink that every rank has."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     generator = torch.Generator().manual_seed(1)
     shapes = (2, 4, tokens, 8), (2, 2, tokens, 8), (2, 2, tokens, 6)
     whole = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    sink = torch.randn(4, generator=generator)
+    sink = torch.randn(4, generator=generator).requires_grad_()
     expected = attend(*whole, mask=mask, sink=sink)
     dout = torch.randn(expected.shape, generator=generator)
     expected.backward(dout)
     shards = [distribute_tensor(t.detach(), mesh, placements).requires_grad_() for t in whole]
-    out = attend(*shards, mask=mask, sink=sink)
+    column = distribute_tensor(sink.detach(), mesh, [Replicate(), Replicate()]).requires_grad_()
+    out = attend(*shards, mask=mask, sink=column)
     assert isinstance(out, DTensor)
+    assert torch.equal(cast(DTensor, attend(*shards, mask=mask, sink=sink)).to_local(), out.to_local())
     assert out.placements == placements
     torch.testing.assert_close(out.full_tensor(), expected, atol=1e-5, rtol=1e-4)
     out.backward(distribute_tensor(dout, mesh, placements))
-    for shard, t in zip(shards, whole, strict=True):
+    for shard, t in zip([*shards, column], [*whole, sink], strict=True):
         torch.testing.assert_close(cast(DTensor, shard.grad).full_tensor(), t.grad, atol=1e-5, rtol=1e-4)
     state = attend_state(*shards, mask=mask)
     torch.testing.assert_close(
         cast(DTensor, state.lse).full_tensor(), attend_state(*whole, mask=mask).lse, atol=1e-5, rtol=1e-4
     )
+
+
+def compiled(rank: int, size: int, *, tokens: int) -> None:
+    """DTensors in a function that torch.compile has compiled."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    q = torch.randn(1, 4, tokens, 8, generator=torch.Generator().manual_seed(1))
+    function: Any = torch.compile(lambda q: attend(q, q, q, mask=Causal()) * 2, backend="eager")
+    out = function(distribute_tensor(q, mesh, [Shard(2), Shard(1)]))
+    torch.testing.assert_close(out.full_tensor(), attend(q, q, q, mask=Causal()) * 2, atol=1e-5, rtol=1e-4)
 
 
 def refused(rank: int, size: int) -> list[str]:
@@ -277,13 +300,23 @@ def refused(rank: int, size: int) -> list[str]:
         lambda: attend(*[of(Shard(2), Shard(2))] * 3),
         lambda: attend(*[of(Shard(1), Replicate())] * 3, bias=Alibi(4)),
         lambda: attend(*[of(Shard(0), Replicate())] * 3, mask=lengths),
+        lambda: attend(tokens, tokens, tokens, bias=TensorBias(everywhere)),
+        lambda: explain(tokens, tokens, tokens),
     ]
     return [_error(call) for call in calls]
 
 
 def refused_calls(rank: int, size: int) -> list[str]:
     """The errors of models and arguments that a part of a sequence gives another meaning."""
-    from transformers import BertConfig, BertModel, DynamicCache, T5Config, T5ForConditionalGeneration
+    from transformers import (
+        BertConfig,
+        BertModel,
+        DynamicCache,
+        LayoutLMConfig,
+        LayoutLMForMaskedLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     small: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48}
     small |= {"num_hidden_layers": 1, "num_attention_heads": 4}
@@ -303,6 +336,7 @@ def refused_calls(rank: int, size: int) -> list[str]:
         lambda: dynamic(ids),
         lambda: checkpointed(ids, labels=ids),
         lambda: BertModel(BertConfig(**small))(ids),
+        lambda: LayoutLMForMaskedLM(LayoutLMConfig(**small))(ids),
         lambda: t5(ids, labels=ids),
         lambda: own(ids, caches=own.caches()),
         lambda: attention(x, x),

@@ -1,17 +1,20 @@
 """What one process shows: a group of one rank, errors that name what to do, compiled functions."""
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from regard import Causal, ProblemError, RefusalError, attend, observe_calls
 from regard.cache import KVCache, Rolling
 from regard.errors import KeywordError
-from regard.parallel import Layout, ShardedCache, attend_sharded, ring_attend, ulysses_attend
+from regard.parallel import Layout, ShardedCache, attend_on_mesh, attend_sharded, ring_attend, ulysses_attend
+from regard.parallel.ranks import Ranks
 from tests.parallel.comparing import some
 
 
@@ -48,11 +51,24 @@ def test_a_compiled_function_may_call_it(function: Callable[..., Tensor]):
 
 
 @pytest.mark.usefixtures("alone")
-def test_autocast_is_that_of_attend():
+@pytest.mark.parametrize("function", [ring_attend, partial(attend_sharded, layout=Layout.contiguous(53, 1))])
+def test_autocast_is_that_of_attend(function: Callable[..., Tensor]):
     with torch.autocast("cpu", torch.bfloat16):
-        out = ring_attend(*qkv(), mask=Causal())
+        out = function(*qkv(), mask=Causal())
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out, attend(*qkv(), mask=Causal()), atol=0.01, rtol=0.01)
+
+
+def test_a_group_that_is_made_again_does_not_read_what_the_one_before_wrote():
+    store, found = dist.HashStore(), list[tuple[bool, bool]]()  # pyright: ignore[reportPrivateImportUsage]
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        first, second = (Ranks(None, 1.0, "ring_attend") for _ in range(2))
+        before = first._has("a key")  # pyright: ignore[reportPrivateUsage]
+        first._write("a key", "a text")  # pyright: ignore[reportPrivateUsage]
+        found.append((before, second._has("a key")))  # pyright: ignore[reportPrivateUsage]
+        dist.destroy_process_group()
+    assert found == [(False, True)] * 2
 
 
 def test_without_a_group_it_says_what_to_call():
@@ -77,9 +93,22 @@ def test_wrong_arguments_are_named():
         ring_attend(q[:, :, :5], k, v)
     with pytest.raises(ProblemError, match="timeout is 0: expected seconds"):
         ring_attend(q, k, v, timeout=0)
+    with pytest.raises(ProblemError, match="timeout is '5': expected seconds"):
+        ring_attend(q, k, v, timeout="5")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match=r"group is DeviceMesh: expected a process group.*mesh.get_group"):
+        ring_attend(q, k, v, group=init_device_mesh("cpu", (1,)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match="mesh is NoneType: expected a DeviceMesh"):
+        attend_on_mesh(q, k, v, mesh=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match=r"offset is torch.int64 \[2\]: expected an int"):
+        ring_attend(q, k, v, offset=torch.tensor([0, 1]))  # pyright: ignore[reportArgumentType]
+    for layout in (None, "zigzag"):
+        with pytest.raises(ProblemError, match=f"layout is {layout!r}: expected a Layout"):
+            attend_sharded(q, k, v, layout=layout)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match="k is NoneType: expected a tensor"):
+        attend_sharded(q, None, v, layout=Layout.contiguous(53, 1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="is for inference, and a tensor requires a gradient"):
         attend_sharded(q.clone().requires_grad_(), k, v, layout=Layout.contiguous(53, 1))
-    with pytest.raises(ProblemError, match="k has 53 tokens on rank 0 of 1"):
+    with pytest.raises(ProblemError, match="k has 53 tokens on rank 0 of the group, and layout gives it 54 of 54"):
         attend_sharded(q, k, v, layout=Layout.contiguous(54, 1))
     with pytest.raises(ProblemError, match="expected an empty one that keeps every token"):
         ShardedCache(KVCache(Rolling(window=8)))

@@ -61,6 +61,7 @@ def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(r
         "its RoPE (dynamic) depends on the length of the sequence",
         "gradient checkpointing: backward would call the layers again",
         "BertModel in context_parallel: its pooler reads the first token",
+        "LayoutLMForMaskedLM in context_parallel: it makes a dense mask or bias [1, 1, 1,",
         "T5ForConditionalGeneration",
         "Decoder(..., caches) in context_parallel",
         "MultiHeadAttention(..., 2 tensors) in context_parallel",

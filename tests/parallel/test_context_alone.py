@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import XLMConfig, XLMWithLMHeadModel
+from transformers import MobileBertConfig, MobileBertForMaskedLM, XLMConfig, XLMWithLMHeadModel
 
 from regard import Documents, KeyLengths, Mask, Prefix, ProblemError, RefusalError, TensorMask, attend
 from regard.integrate.mask_function import mask, sharded_masks
 from regard.integrate.sharded_inputs import has_causal_loss
+from regard.linear import linear_attend
 from regard.nn import Decoder
 from regard.parallel import context_parallel, ring_attend, ulysses_attend
 from tests.integrate.writing import on_regard
@@ -53,6 +54,13 @@ def test_attention_of_torch_that_is_no_ring_is_refused_by_name(
         pytest.raises(RefusalError, match="in context_parallel: it would attend to this rank's tokens alone"),
     ):
         call(torch.randn(1, 9, 16), is_training)
+
+
+def test_linear_attention_is_refused_by_name():
+    q = torch.randn(1, 2, 9, 8)
+    refused = pytest.raises(RefusalError, match="linear_attend in context_parallel: it would attend to this rank's")
+    with context_parallel() as cp, cp.sequence(9), refused:
+        linear_attend(q, q, q)
 
 
 def test_reentrant_checkpoints_are_refused_and_others_give_the_gradients_of_one_process():
@@ -123,3 +131,25 @@ def test_a_loss_of_the_model_s_own_is_refused_by_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(m, "_loss_function", lambda **_: torch.zeros(()), raising=False)
     with pytest.raises(RefusalError, match="labels: the loss of a causal language model is known"), context_parallel():
         m(tokens(), labels=tokens())
+
+
+def test_a_model_whose_embeddings_join_neighbours_is_refused_by_name():
+    config = MobileBertConfig(
+        vocab_size=31, hidden_size=32, embedding_size=16, num_hidden_layers=1, intermediate_size=48,
+        intra_bottleneck_size=32, num_attention_heads=4,
+    )  # fmt: skip
+    with (
+        pytest.raises(RefusalError, match="MobileBertForMaskedLM in context_parallel: trigram_input"),
+        context_parallel(),
+    ):
+        MobileBertForMaskedLM(config)(tokens())
+
+
+def test_the_loss_leaves_out_the_label_that_the_call_ignores():
+    m, ids = on_regard("llama"), tokens()
+    ignored = int(ids[0, 1])
+    expected = m(ids, labels=ids, ignore_index=ignored).loss
+    with context_parallel():
+        found = m(ids, labels=ids, ignore_index=ignored).loss
+    torch.testing.assert_close(found, expected)
+    assert not torch.isclose(found, m(ids, labels=ids).loss)

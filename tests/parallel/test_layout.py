@@ -112,12 +112,19 @@ def test_every_layout_puts_a_sequence_together_again(tokens: int, ranks: int, bl
         ((range(4),), (range(3, 8),)),
         ((range(4),), (range(4, 7),)),
         ((range(4, 8), range(4)), ()),
+        ((range(4, 8), range(0), range(4)), ()),
         ((range(8),), (range(8, 9),)),
     ],
 )
 def test_a_layout_that_loses_or_doubles_a_token_is_an_error(runs: tuple[tuple[range, ...], ...]) -> None:
     with pytest.raises(ProblemError, match=r"each position 0 to 7 on one rank"):
         Layout(8, runs)
+
+
+def test_a_layout_of_lists_equals_that_of_tuples() -> None:
+    made = Layout(8, [[range(4), range(0)], [range(4, 8)]])  # pyright: ignore[reportArgumentType]
+    assert made == Layout.contiguous(8, 2)
+    assert hash(made) == hash(Layout.contiguous(8, 2))
 
 
 def test_a_tensor_of_another_length_is_an_error() -> None:
@@ -136,6 +143,9 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
         (lambda: Layout.zigzag(8, True), "8 tokens in True parts: expected whole numbers"),
         (lambda: Layout.balanced(8, 0, None), "8 tokens in 0 parts: expected whole numbers"),
         (lambda: Layout.striped(8, 2, block=1.5), r"block=1.5\): expected a whole number of tokens"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout.of_counts([2.5, 2]), r"of_counts\(\[2.5, 2\]\): expected whole numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout(8.0, ((range(8),),)), r"a layout of 8.0 tokens: expected a whole number"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout(8, ((slice(8),),)), "for each rank a tuple of ranges"),  # pyright: ignore[reportArgumentType]
         (
             lambda: Layout.balanced(8, 2, None, sending=-1),
             r"sending=-1\): expected a finite number of pairs, 0 or more",

@@ -38,10 +38,16 @@ def test_other_placements_are_refused_by_name(ranks: Workers) -> None:
                 "tokens sharded over 2 dimensions of the mesh",
                 "Alibi(heads=4) with DTensors whose batch or heads are sharded",
                 "differs between batch rows, which are sharded",
+                "has a DTensor: expected a plain tensor of the whole sequence",
+                "explain of DTensors: attend computes with the tensors of each rank",
             ],
             strict=True,
         ):
             assert part in text
+
+
+def test_a_compiled_function_attends_dtensors_outside_of_its_graph(ranks: Workers) -> None:
+    ranks.run(model_cases.compiled, tokens=13)
 
 
 def test_a_sharded_sequence_composes_with_fsdp2(ranks: Workers) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regard import Causal, ProblemError, Window
+from regard import Causal, KeyLengths, ProblemError, Window
 from regard.parallel import Layout, RankError
 from regard.parallel.ranks import Message, Ranks
 from tests.parallel import cases
@@ -94,6 +94,44 @@ def test_ranks_that_call_with_other_arguments_are_told_on_every_rank(trio: Worke
         assert "the ranks of a group make the same call, and these differ" in str(error)
         assert text in str(error)
         assert seconds < TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"mask": KeyLengths(torch.tensor([40, 50]))}, "mask KeyLengths(lengths=int64[2])"),
+        ({"offset": 7}, "offset 7"),
+        ({"layout": Layout.striped(N, 3)}, "layout"),
+        ({"backend": "reference"}, "backend reference"),
+    ],
+)
+def test_ranks_that_decode_with_other_arguments_are_told_on_every_rank(
+    trio: Workers, change: dict[str, Any], text: str
+):
+    more = {**some(), "layout": Layout.zigzag(N, 3), "mask": KeyLengths(torch.tensor([50, 50])), "timeout": TIMEOUT}
+    del more["dout"]
+    found = trio.failing(cases.ring_with, {}, change={2: change}, run=cases.decode, **more)
+    for error, seconds in found:
+        assert "the ranks of a group make the same call, and these differ" in str(error)
+        assert text in str(error)
+        assert seconds < TIMEOUT
+
+
+def test_ranks_whose_caches_have_other_blocks_are_told_on_every_rank(trio: Workers):
+    tensors = some()
+    del tensors["dout"]
+    for error, seconds in trio.failing(cases.decode_from_other_caches, {}, **tensors, timeout=TIMEOUT):
+        assert "ShardedCache.attend: the ranks of a group make the same call, and these differ" in str(error)
+        assert seconds < TIMEOUT
+
+
+def test_ranks_that_decode_another_step_of_a_form_that_they_know_are_told(three: Workers):
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": cases.decode}
+    del words["dout"]
+    three.run(cases.ring_with, change={}, **words)
+    for error, seconds in three.failing(cases.ring_with, {}, change={2: {"offset": -1}}, timeout=2.0, **words):
+        assert_tells_calls_apart(error)
+        assert seconds < 10
 
 
 OTHER: dict[str, dict[str, Any]] = {

@@ -1,12 +1,18 @@
 """Each block comes to every rank that needs it, once, over neighbours, and no farther than the last of them."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Causal, Window
+from regard import Causal, Documents, KeyLengths, Mask, Prefix, Window
 from regard.describe.mask import CallSizes
 from regard.parallel import Layout
+from regard.parallel.pair_counts import pair_counts, rank_pairs
 from regard.parallel.route import Route, needs_of
 
 
@@ -40,7 +46,7 @@ def test_a_block_that_goes_on_comes_from_the_neighbour(route: Route):
                 assert visit.goes_on or visit.is_needed  # the last rank needs it
 
 
-def of(mask: Causal | Window | None, layout: Layout) -> Route:
+def of(mask: Mask | None, layout: Layout) -> Route:
     sizes = CallSizes(1, 1, layout.tokens, layout.tokens, 0)
     return Route(needs_of(None if mask is None else mask.bind(sizes), layout, layout, 0, (1, 1)))
 
@@ -61,3 +67,27 @@ def test_a_causal_mask_sends_nothing_back():
 def test_without_a_mask_blocks_go_around():
     assert of(None, Layout.striped(64, 4)).up == (3, 3, 3, 3)
     assert of(None, Layout.of_counts([64, 0, 0, 0])).steps == 0
+
+
+@pytest.mark.parametrize("mask", [Causal() & Window(8), Causal() & Documents(torch.arange(33280) // 130)])
+def test_the_route_of_many_intervals_on_a_rank_is_the_predicted_one(mask: Mask):
+    layout = Layout.striped(33280, 4, block=64)
+    assert np.array_equal(of(mask, layout).needs, rank_pairs(pair_counts(mask, 33280), layout) > 0)
+    assert of(mask, layout).steps < 3
+
+
+LENGTHS = KeyLengths(torch.tensor([9, 50]))
+
+
+@pytest.mark.parametrize("mask", [Causal(), Window(4, 6), Causal() & (Window(3) | Prefix(2)), Causal() & LENGTHS])
+@pytest.mark.parametrize("make", [Layout.contiguous, Layout.zigzag, Layout.striped, partial(Layout.striped, block=3)])
+@pytest.mark.parametrize(("tokens", "keys", "offset"), [(60, 60, 0), (20, 60, 13), (60, 30, -55), (20, 60, 70)])
+def test_keys_go_to_the_ranks_whose_queries_see_them(mask: Mask, make: Any, tokens: int, keys: int, offset: int):
+    sizes = CallSizes(mask.broadcast_shape()[0], 1, tokens, keys, offset)
+    bound, queries, layout = mask.bind(sizes), make(tokens, 4), Layout.zigzag(keys, 4)
+    batch = torch.arange(sizes.batch)[:, None, None]
+    at = torch.arange(tokens)[:, None] + offset
+    kept = bound.keep(batch, torch.zeros_like(batch), at, torch.arange(keys))
+    kept = kept.expand(sizes.batch, tokens, keys).any(0).numpy()
+    seen = [[kept[np.ix_(queries.indices(i), layout.indices(j))].any() for j in range(4)] for i in range(4)]
+    assert needs_of(bound, queries, layout, offset, (sizes.batch, 1)).tolist() == seen

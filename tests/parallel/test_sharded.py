@@ -60,6 +60,12 @@ def test_a_cache_on_four_ranks_decodes_as_one_cache(four: Workers, options: dict
     assert max(counts) - min(counts) <= 8
 
 
+def test_the_ranks_compare_the_first_of_all_steps_alone(four: Workers):
+    tensors = some(tokens=47)
+    del tensors["dout"]
+    assert four.run(cases.handshakes_of_decoding, **tensors, prompt=40, options={}, softcap=9.0) == [1] * 4
+
+
 def test_a_quantised_cache_decodes_within_the_error_of_its_codes(four: Workers):
     tensors = some(tokens=150)
     q, k, v = (tensors[name] for name in "qkv")

@@ -1,5 +1,7 @@
 """The Hadamard rotation: what it computes, and that a row has the same bits in every call."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,6 +78,13 @@ def test_half_precision_is_rounded_once():
     x = normal(7, 128)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(hadamard(x.to(dtype)), hadamard(x.to(dtype).float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 500])
+def test_a_lazily_negated_tensor_has_its_sign(rows: int, dtype: torch.dtype):
+    negated = cast(Any, torch)._neg_view(normal(rows, 48).to(dtype))
+    assert torch.equal(hadamard(negated), hadamard(negated.clone().resolve_neg()))
 
 
 def test_tensors_without_data_tell_their_shape():

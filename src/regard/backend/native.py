@@ -36,18 +36,12 @@ from regard.backend.native_inputs import (
 )
 from regard.backend.native_repeated import Like, repeated, repeated_stored
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
-from regard.errors import RefusalError
 from regard.huge_pages import advise_huge_pages, allocator_like
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
 from regard.wide import wide_of
-
-UNTRACEABLE = (
-    "torch.jit.trace records operators of torch, and the kernels of the backend 'native' are none: its graph would "
-    "give memory that nobody wrote. Use torch.compile or torch.export, or backend='reference'."
-)
 
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
@@ -120,8 +114,6 @@ class _Kernel:
         self.like: Like | None = None
 
     def __call__(self, operands: Operands) -> State:
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented
-            raise RefusalError(UNTRACEABLE)
         if self.problem.grad:
             return self._differentiable(operands, None)
         q, k, v, _, bias, sink, _, stored, offset, _, wants_lse = operands

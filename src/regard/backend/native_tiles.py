@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from regard.describe.interval import Edge, Interval
-from regard.describe.mask import CallSizes, Ints, Mask, is_made_of
+from regard.describe.mask import CallSizes, Ints, Mask, intervals_of, is_made_of
 from regard.describe.mask_by_rule import KeyLengths
 from regard.describe.ragged import OF_POSITIONS
 from regard.describe.recent import Recent
@@ -112,7 +112,7 @@ def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
     maps = sizes.batch if maps > 1 else 1
     few = 0 < sizes.queries * maps <= QUERIES
     if mask is not None and heads == 1 and few and abs(sizes.offset) <= FARTHEST:
-        union = mask.intervals(sizes)
+        union = intervals_of(mask, sizes)
         if union is not None and not is_by_query(union):
             return _of_intervals(union, maps)
     return _listed(cached_schedule(mask, sizes, tile))

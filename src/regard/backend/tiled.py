@@ -31,7 +31,7 @@ from regard.plan.checks import is_finite
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
-from regard.state import State
+from regard.state import State, fold_sink
 from regard.wide import wide_of
 
 SCORES = 1 << 22
@@ -76,7 +76,7 @@ class Tiled(Backend):
         whole = _joined([_joined(row, dim=1) for row in states], dim=0)
         if problem.grad and not schedule.pairs:
             return _nothing(problem, operands)
-        out = whole.out if operands.sink is None else whole.with_sink(operands.sink)
+        out = whole.out
         if problem.grad or problem.transformed:  # a row that sees nothing drops its gradient, even one that is NaN
             out = torch.where(whole.lse[..., None] == -torch.inf, 0.0, out)
         return State(out.to(problem.dtype), whole.lse.to(wide_of(problem.dtype)))
@@ -95,6 +95,7 @@ class _Block(NamedTuple):
     row: int  # of its first query tile in the schedule
     guarded: bool  # some key or value may be NaN or infinite
     score: Score | None
+    sink: Tensor | None  # [heads], in the type of the computation
 
 
 class _Piece(NamedTuple):
@@ -116,12 +117,13 @@ def _block(
     k, v = (t[b, g].to(compute).contiguous() for t in (operands.k, operands.v))  # one layout, so one order of sums
     row = (m * schedule.maps[1] + n) * schedule.query_tiles
     score = operands.score if operands.score is None or schedule.maps[1] == 1 else operands.score.of_head(n)
+    sink = None if operands.sink is None else operands.sink[h].to(compute)
     corner = (b.start or 0, h.start or 0)
-    return _Block(problem, schedule, operands.q[b, h], k, v, operands, corner, row, guarded, score)
+    return _Block(problem, schedule, operands.q[b, h], k, v, operands, corner, row, guarded, score, sink)
 
 
 def _map(block: _Block) -> State:
-    """The state of a block, query tile by query tile."""
+    """The state of a block, its `out` with the sink, query tile by query tile."""
     problem, schedule = block.problem, block.schedule
     again = problem.grad and not problem.transformed and schedule.covered * _per_pair(problem) > REMEMBERED
 
@@ -132,7 +134,7 @@ def _map(block: _Block) -> State:
     def remembered(t: int) -> State:
         if not again:
             return State(*tile(t, block.k, block.v))
-        others = _unchanged(block.q, block.operands.bias, block.score)
+        others = _unchanged(block.q, block.operands.bias, block.score, block.sink)
         keep_rng = problem.dropout > 0
         return State(*checkpoint(tile, t, block.k, block.v, *others, use_reentrant=False, preserve_rng_state=keep_rng))
 
@@ -149,7 +151,7 @@ def _unchanged(*read: Tensor | Bias | Score | None) -> list[Tensor]:
 
 
 def _tile(block: _Block, t: int) -> State:
-    """The state of query tile t: its listed keys in chunks, merged."""
+    """The state of query tile t, its `out` with the sink: its listed keys in chunks, merged."""
     start = t * block.schedule.tile
     q = _aligned(block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype))
     budget = max(block.schedule.tile, _budget(block.problem) // (q.shape[:3].numel() or 1))
@@ -157,7 +159,7 @@ def _tile(block: _Block, t: int) -> State:
     if not chunks:
         rows = q.shape[:3]
         return State(q.new_zeros((*rows, block.v.shape[3])), q.new_full(rows, -torch.inf))
-    return _merged(chunks)
+    return _merged(chunks, block.sink)
 
 
 def _budget(problem: Problem) -> int:
@@ -189,12 +191,16 @@ class _Chunk(NamedTuple):
     rest: Tensor  # the log-sum-exp less that
 
 
-def _merged(chunks: list[_Chunk]) -> State:
-    """The state over all chunks, merged by what is left of each log-sum-exp less the largest score of all."""
+def _merged(chunks: list[_Chunk], sink: Tensor | None) -> State:
+    """The state over all chunks, merged by what is left of each log-sum-exp less the largest score of all.
+
+    The share of the sink is that of its logit less the same score.
+    """
     top = reduce(torch.maximum, [chunk.top for chunk in chunks])
-    top = torch.where(top == -torch.inf, 0.0, top)
+    top = torch.where(torch.isfinite(top), top, 0.0)  # a row of no key, or of NaN
     whole = reduce(or_, [State(chunk.out, chunk.top - top + chunk.rest) for chunk in chunks])
-    return State(whole.out, top + whole.lse)
+    out = whole.out if sink is None else fold_sink(whole, sink[:, None] - top)
+    return State(out, top + whole.lse)
 
 
 def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> _Chunk:

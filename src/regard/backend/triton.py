@@ -71,6 +71,8 @@ class Triton(Backend):
             f"it compiles for cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
             "on cpu it needs Triton's interpreter: set TRITON_INTERPRET=1 before regard is imported": cpu
             and not is_interpreted(),
+            f"it needs a GPU of compute capability 8.0 or newer, and this one has "
+            f"{_capability()[0]}.{_capability()[1]}": not cpu and _capability() < (8, 0),
             "it has no float64": p.dtype == torch.float64,
             f"the score {p.score} is not known to it": p.score is not None,
             f"the function of the score in {p.bias} is not known to it": p.changes_scores,
@@ -116,6 +118,13 @@ def is_interpreted() -> bool:
 def _absence() -> str | None:
     """Why there is no Triton; None if it is there."""
     return None if find_spec("triton") else "Triton is not installed: pip install 'regard[gpu]'"
+
+
+@cache
+def _capability() -> tuple[int, int]:
+    """The compute capability of the GPU; (8, 0) where there is none of NVIDIA's, as for a plan of another machine."""
+    known = torch.version.hip is None and torch.cuda.is_available()
+    return torch.cuda.get_device_capability() if known else (8, 0)
 
 
 class _Kernel:

@@ -1,7 +1,8 @@
 """Append tokens to sequences where pages change: new pages, copies of shared pages, and codes of old tokens.
 
-First comes everything that can fail, and nothing is changed by it: pages are counted, codes are computed, memory is
-allocated. Then pages change owners, and last the new tokens are written.
+First comes what fails in use, and nothing is changed by it: pages are counted, codes are computed, memory is allocated.
+Then pages change owners, and last the new tokens are written. An error there (no memory for a block table, Ctrl-C) is
+undone.
 """
 
 from collections import Counter, defaultdict
@@ -14,6 +15,8 @@ from regard.cache.batch_table import BatchTable
 from regard.cache.page_storage import PageStorage
 from regard.cache.pages import Page
 from regard.cache.sequence import Sequence
+from regard.cache.undo import Undo
+from regard.storage.stored import StoredTensor
 
 ENCODED_PAGES = 256
 """Pages that are encoded at once: temporary tensors stay at a few MiB."""
@@ -54,33 +57,36 @@ def append_tokens(
     k: Tensor,
     v: Tensor,
     ids: list[list[int]] | None,
-) -> None:
-    """Append new tokens, [rows, kv_heads, new, dim].
+) -> tuple[StoredTensor, StoredTensor]:
+    """Append new tokens, [rows, kv_heads, new, dim]; returns handles to the keys and values of all tokens.
+
+    After an error nothing was changed.
 
     Raises:
-        ProblemError: the pool is full, or an element cannot be written as a code. Nothing was changed then.
+        ProblemError: the pool is full, or an element cannot be written as a code.
     """
-    new = k.shape[2]
-    change = _changes(storage, sequences, new)
+    change = _changes(storage, sequences, k.shape[2])
     copies = _count_copies(sequences, change)
     freed = sum(page.references == count for page, count in change.removed.items())
     revived = len({page for row in change.rows for page in row.codes if isinstance(page, Page) and not page.references})
     plain, coded = sum(row.new_plain for row in change.rows) + copies, len(change.new_codes)
     storage.check_free(plain + coded + revived - freed, plain + coded)
     encoded = _encode(storage, sequences, change, k, v)
-    # Plain pages that become codes are not overwritten by this append: a crop of its tokens needs them again.
+    # Plain pages that become codes are not overwritten by this append: a crop, or an undo, needs them again.
     storage.reserve(storage.plain.used + plain, storage.coded.used + revived + coded)
-    plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
-    if copied:
-        storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
-    batch.change(sequences, plain_entries, coded_entries)
-    batch.write(sequences, k, v)
-    for row, s in enumerate(sequences):
-        if ids is not None:
-            s.ids[s.tokens : s.tokens + new] = ids[row]
-        s.tokens += new
-        s.index_pages()
-    batch.refresh(sequences)
+    undo = Undo(storage, sequences)
+    try:
+        plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
+        if copied:
+            storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
+        batch.change(sequences, plain_entries, coded_entries)
+        batch.write(sequences, k, v)
+        _count_tokens(sequences, k.shape[2], ids)
+        batch.refresh(sequences)
+        return batch.stored()
+    except BaseException:
+        undo.restore()
+        raise
 
 
 def _changes(storage: PageStorage, sequences: list[Sequence], new: int) -> _Change:
@@ -164,7 +170,7 @@ def _elements(
 def _move_pages(
     storage: PageStorage, sequences: list[Sequence], change: _Change, encoded: list[Tensor]
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]], list[tuple[int, int]]]:
-    """Give every row the pages it needs, and write the codes; nothing here can fail.
+    """Give every row the pages it needs, and write the codes.
 
     Returns:
         The changed entries of the batch table, (row, column, page index), of plain pages and of codes; and the pages to
@@ -198,6 +204,15 @@ def _move_pages(
             s.plain.append(storage.plain.allocate())
             plain.append((row, len(s.plain) - 1, s.plain[-1].index))
     return plain, coded, copied
+
+
+def _count_tokens(sequences: list[Sequence], new: int, ids: list[list[int]] | None) -> None:
+    """Count the tokens that were written, and let other sequences find their pages."""
+    for row, s in enumerate(sequences):
+        if ids is not None:
+            s.ids[s.tokens : s.tokens + new] = ids[row]
+        s.tokens += new
+        s.index_pages()
 
 
 def _allocate_codes(

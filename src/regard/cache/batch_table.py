@@ -84,16 +84,16 @@ class BatchTable:
         self._plain = _IndexTable(storage, _plain_pages(tables))
         self._coded: _IndexTable | None = None
         self._create_coded(tables)
-        self._attach(tables)
         self._measure(tables)
+        self._attach(tables)
 
     def select(self, rows: Tensor, tables: Rows[BlockTable]) -> "BatchTable":
         """The batch table of `tables`, which have the pages of these rows."""
         new = object.__new__(BatchTable)
         new.storage, new.slack, new.count, new._front = self.storage, 0, len(tables), self._front
         new._plain, new._coded = self._plain.select(rows), None if self._coded is None else self._coded.select(rows)
-        new._attach(tables)
         new._measure(tables)
+        new._attach(tables)
         return new
 
     def change(
@@ -180,6 +180,7 @@ class BatchTable:
         return memory.parts(segment.tokens, segment.pages, segment.row_ends)
 
     def _attach(self, tables: Rows[BlockTable]) -> None:
+        """Make it the batch table of these sequences; the last step, so that they never have half of one."""
         for row, s in enumerate(tables):
             s.batch, s.row = self, row
 

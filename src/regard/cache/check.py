@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Form, Policy, Store, describe_tensor
 from regard.errors import ProblemError
-from regard.storage.codec import TILE, Codec
+from regard.storage.codec import TILE, Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 
@@ -122,8 +122,9 @@ def _check_policy(evict: object) -> None:
 
 
 def check_codec(codec: object, name: str) -> None:
-    """Raise `ProblemError` unless it is a codec, a float dtype or None."""
-    if codec is None or isinstance(codec, Codec) or (isinstance(codec, torch.dtype) and codec.is_floating_point):
+    """Raise `ProblemError` unless it is one of the codecs, a float dtype or None."""
+    is_codec = isinstance(codec, Int8 | Int4 | Fp8)
+    if codec is None or is_codec or (isinstance(codec, torch.dtype) and codec.is_floating_point):
         return
     raise ProblemError(
         f"{name} is {codec!r}: expected Int8(), Int4(), Fp8(), a float type such as torch.bfloat16, or None."

@@ -115,11 +115,16 @@ class CodedSlots:
 
     def move(self, capacity: int, begin: int, end: int) -> None:
         """Reallocate `capacity` slots; slots begin .. end - 1 move to the front. `begin` is the start of a group."""
-        old, batch, heads = self.tensors, *self.tensors[0].shape[:2]
-        self.tensors, self.capacity = self._allocate(batch, heads, capacity, old[0].device), capacity
-        for own, source, step in zip(self.tensors, old, self._steps(), strict=True):
+        self.tensors, self.capacity = self.moved(capacity, begin, end), capacity
+
+    def moved(self, capacity: int, begin: int, end: int) -> list[Tensor]:
+        """The tensors that `move` leaves; nothing is changed."""
+        batch, heads = self.tensors[0].shape[:2]
+        moved = self._allocate(batch, heads, capacity, self.tensors[0].device)
+        for new, old, step in zip(moved, self.tensors, self._steps(), strict=True):
             count = -(-(end - begin) // step)
-            own.narrow(2, 0, count).copy_(source.narrow(2, begin // step, count))
+            new.narrow(2, 0, count).copy_(old.narrow(2, begin // step, count))
+        return moved
 
     def copy_from(self, other: "CodedSlots", end: int) -> None:
         """Copy slots 0 .. end - 1 of another memory."""

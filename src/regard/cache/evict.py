@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from regard.cache.store import Store, check_has_data
+from regard.cache.store import Store, check_has_data, describe_tensor
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 from regard.wide import wide_of
@@ -34,8 +34,8 @@ E = TypeVar("E", bound="Eviction")
 class Eviction:
     """Which tokens are evicted; abstract: `SinksAndRecent`, `Knorm`, `H2O`, `TOVA`, `SnapKV`, `ExpectedAttention`.
 
-    A subclass is a frozen dataclass. It has `recent`, an int or None (a field or a property), defines `start`, and
-    overrides `last` where recent tokens always stay.
+    A subclass is a frozen dataclass. It has `recent`, how many of the last tokens always stay, an int or None (a field
+    or a property), and defines `start`. It overrides `last` where that number depends on how many tokens stay.
 
     Args:
         budget: tokens that stay per key head, sinks and recent ones included; or a share of the tokens that were seen,
@@ -78,7 +78,7 @@ class Eviction:
 
     def last(self, kept: int) -> int:
         """How many of the last tokens always stay if `kept` stay in all; kept=0: the minimum for any number."""
-        return 0
+        return getattr(self, "recent", None) or 0
 
     def kept(self, seen: int) -> int:
         """How many tokens stay when `seen` were seen."""
@@ -115,7 +115,7 @@ class EvictionState(Generic[E]):
         self._parts.append(values)
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
-        """The store has appended these tokens: [batch, kv_heads, tokens, dim]; v is None with `Latent`."""
+        """`KVCache.append` received these tokens: [batch, kv_heads, tokens, dim]; v is None with `Latent`."""
 
     def observe(self, q: Tensor, store: Store, mask: Any, scale: float | None) -> None:
         """Receive the queries of this step; most policies need none."""
@@ -142,8 +142,24 @@ class EvictionState(Generic[E]):
         self._parts = [part[rows] for part in self._parts]
 
     def _choose(self, store: Store, kept: int) -> Tensor:
-        scores = self.scores(store).expand(-1, store.form.kv_heads, -1)
+        scores = self._checked(self.scores(store), store).expand(-1, store.form.kv_heads, -1)
         return highest(scores, kept, self.policy.sinks, self.policy.last(kept))
+
+    def _checked(self, scores: object, store: Store) -> Tensor:
+        """The scores of the tokens in the store.
+
+        Raises:
+            ProblemError: `scores` returned no real numbers of the expected shape.
+        """
+        batch, kv_heads, tokens = store.form.batch, store.form.kv_heads, store.tokens
+        shapes = (batch, kv_heads, tokens), (batch, 1, tokens)
+        if isinstance(scores, Tensor) and not scores.is_complex() and scores.shape in shapes:
+            return scores
+        what = describe_tensor(scores) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ProblemError(
+            f"{type(self).__name__}.scores(store) returned {what}: expected a score of each token that is stored, "
+            f"real numbers [batch, kv_heads or 1, tokens] = [{batch}, {kv_heads} or 1, {tokens}]."
+        )
 
     def scores(self, store: Store) -> Tensor:
         """The tokens with the highest scores stay, [batch, kv_heads or 1, tokens]; every subclass defines it."""
@@ -154,7 +170,8 @@ class EvictionState(Generic[E]):
 
 
 ROUNDING = 32
-"""Units in the last place by which scores of equal tokens may differ: other matrix sizes sum in another order."""
+"""Units in the last place of float32, or of float64, by which scores of equal tokens may differ: other matrix sizes sum
+in another order. In bfloat16 they would be a quarter of a score."""
 
 
 def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
@@ -174,9 +191,11 @@ def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
     """
     check_has_data(scores, "a policy that chooses tokens")
     tokens = scores.shape[2]
-    middle, count = scores[:, :, first : tokens - last], tokens - kept
+    wide = wide_of(scores.dtype) if scores.is_floating_point() else torch.float64
+    middle, count = scores[:, :, first : tokens - last].to(wide), tokens - kept
     edge = middle.kthvalue(count, dim=2, keepdim=True).values
-    is_tied = (middle - edge).abs() <= edge.abs() * (ROUNDING * torch.finfo(scores.dtype).eps)
+    # `<` and not `<=`: infinity is not tied to finite scores, and equal scores need no tie
+    is_tied = (middle - edge).abs() < edge.abs() * (ROUNDING * torch.finfo(wide).eps)
     evicted = torch.where(is_tied, edge, middle).argsort(dim=2, stable=True)[:, :, :count] + first
     is_kept = torch.ones(scores.shape, dtype=torch.bool, device=scores.device).scatter_(2, evicted, False)
     # a stable sort, and not nonzero, for whose size the host would wait for a GPU
@@ -198,6 +217,9 @@ class SinksAndRecent(Eviction):
     def recent(self) -> int | None:
         """How many of the last tokens stay; None if the budget is a share."""
         return self.budget - self.sinks if isinstance(self.budget, int) else None
+
+    def last(self, kept: int) -> int:
+        return max(0, kept - self.sinks)
 
     def start(self) -> "EvictionState[SinksAndRecent]":
         return _PositionState(self)

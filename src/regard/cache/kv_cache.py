@@ -164,9 +164,8 @@ class KVCache:
         check_inference(k, v, "cache")
         if self._policy_state is not None and k.shape[2]:
             self._evict(store, self._policy_state, k.shape[2])
-        if self._is_rotated:
-            k, v = hadamard(k), None if v is None else hadamard(v)
-        cached = store.append(k, v)
+        stored = (hadamard(k), None if v is None else hadamard(v)) if self._is_rotated else (k, v)
+        cached = store.append(*stored)
         if isinstance(self.layout, Latent):
             cached = cached[0], leading_channels(cached[0], self.layout.rank)
         if self._store is None:
@@ -330,12 +329,23 @@ class KVCache:
         memory = _with_room(store, capacity)
         return StepCache(memory, store.form, store.tokens_seen, capacity=capacity, rank=rank)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if torch.is_inference_mode_enabled():  # the tensors of a pickle are then of inference mode
+            with torch.inference_mode(mode=False):
+                self._store, self._policy_state = copy.deepcopy((self._store, self._policy_state))
+
+    @torch.inference_mode(mode=False)  # as in `steps`
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""
         other = KVCache(self.layout, self.codec, self.evict)
         other._store, other._policy_state = copy.deepcopy((self._store, self._policy_state), memo)
         other._min_crop = self._min_crop
         return other
+
+    def __copy__(self) -> "KVCache":
+        """A deep copy: two caches in the same memory would overwrite one another's tokens."""
+        return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         texts = [] if self.layout == Contiguous() else [repr(self.layout)]

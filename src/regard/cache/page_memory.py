@@ -6,7 +6,7 @@ reading would take 1.5 times as long. Memory grows by doubling, so pages are cop
 before still refer to the old tensors, and stay valid there until their pages are written to again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class PageMemory:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
+
+    @torch.inference_mode(mode=False)  # the tensors of a copy may be of inference mode, and are written to out of it
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tensors = [t.clone() if t.is_inference() else t for t in self.tensors]
 
     @property
     def pages(self) -> int:
@@ -101,8 +106,8 @@ class PlainPageMemory(PageMemory):
         """The rows of the tokens in the flattened memory, [rows, kv_heads, tokens]."""
         if self._heads_pages != self.pages:
             heads, page = self.tensors[0].shape[1:3]
-            self._heads_pages = self.pages
             self._heads = (torch.arange(heads, device=slots.device) * (self.pages * page))[:, None]
+            self._heads_pages = self.pages
         return slots + self._heads
 
     def write_page(self, page: int, new: tuple[Tensor, Tensor]) -> None:

@@ -6,7 +6,7 @@ as its position in one list, parents first.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
@@ -83,10 +83,11 @@ class PageStorage:
                 "codes: a codec needs elements. Take codec=None."
             )
         dtype = self.stored_as if isinstance(self.stored_as, torch.dtype) else form.dtype
-        self.form, self.plain_memory = form, PlainPageMemory(form, self.page, dtype)
+        self.plain_memory = PlainPageMemory(form, self.page, dtype)
         if self.codec is not None:
             scales = KeyScales(self.page, math.gcd(self.codec.group, self.page), self.codec.keys == "token")
             self.coded_memory = CodedPageMemory(form, self.codec, scales)
+        self.form = form  # last: whoever finds it finds memory
 
     def coded_page_end(self, tokens: int) -> int:
         """One past the last page that is written as codes, for a sequence of `tokens` tokens that was never cropped."""
@@ -115,12 +116,28 @@ class PageStorage:
     def reserve(self, plain: int, coded: int) -> None:
         """Have memory for this many plain and coded pages in use; it grows by doubling."""
         for pages, memory, used in ((self.plain, self.plain_memory, plain), (self.coded, self.coded_memory, coded)):
-            if memory is not None and used > memory.pages:
+            if memory is None:
+                continue
+            if used > memory.pages:
                 count = max(used, 2 * memory.pages, -(-MIN_TOKENS // self.page))
                 if self.limit is not None:
                     count = self.limit if self.codec is None else min(count, self.limit)
                 memory.grow(count)
-                pages.grow(count)
+            if memory.pages > len(pages.pages):  # also where Ctrl-C came after the memory grew
+                pages.grow(memory.pages)
+
+    def count_references(self) -> None:
+        """Find out again which pages are in use, after an error while they changed. No other page can be found then."""
+        references = Counter(page for table in self.tables for page in (*table.plain, *table.coded))
+        for allocator in (self.plain, self.coded):
+            for page in allocator.pages:
+                page.references = references[page]
+                if page.references:
+                    allocator.free.pop(page, None)
+                elif page not in allocator.free:
+                    page.invalidate()
+                    allocator.free[page] = None
+                    allocator.free.move_to_end(page, last=False)
 
     def shrink(self) -> None:
         """Free memory of which less than half is in use. Free pages there can no longer be found by their tokens."""

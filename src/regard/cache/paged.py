@@ -58,8 +58,7 @@ class PagedStore:
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         assert v is not None
-        stored = self.pool.write(self.sequences, k, v)
-        self.tokens_seen += k.shape[2]
+        stored, self.tokens_seen = self.pool.write(self.sequences, k, v), self.tokens_seen + k.shape[2]
         return stored
 
     def crop(self, tokens: int) -> None:

@@ -126,10 +126,9 @@ class PageAllocator:
     def grow(self, count: int) -> None:
         """Have `count` pages, at least as many as now."""
         added = [Page(self, index) for index in range(len(self.pages), count)]
-        self.pages += added
-        for page in reversed(added):  # in front of free pages with known tokens, the lowest index first
-            self.free[page] = None
-            self.free.move_to_end(page, last=False)
+        free = OrderedDict((page, None) for page in added)  # before free pages with known tokens, lowest index first
+        free.update(self.free)
+        self.pages, self.free = [*self.pages, *added], free  # together: Ctrl-C must not come between them
 
     def shrink(self, count: int) -> list[int]:
         """Have `count` pages: those in use come first, the content of the free ones is invalidated.

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.cache.append_tokens import append_tokens
-from regard.cache.batch_table import batch_table
+from regard.cache.batch_table import BatchTable, batch_table
 from regard.cache.check import check_codec, check_inference, check_page, form_of, name_of
 from regard.cache.page_storage import PageStorage
 from regard.cache.sequence import Sequence
@@ -152,12 +152,8 @@ class PagePool:
             storage.set_form(form_of(k, v))
         batch = batch_table(storage, sequences)
         if ids is not None or new > batch.slack:
-            append_tokens(storage, batch, sequences, k, v, ids)
-        elif new:
-            batch.extend(k, v)
-            for sequence in sequences:
-                sequence.tokens += new
-        return batch.stored()
+            return append_tokens(storage, batch, sequences, k, v, ids)
+        return _extend(batch, sequences, k, v) if new else batch.stored()
 
     def select(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
         """`sequences[row]` for each row of `rows`: a repeated sequence is forked, a sequence not in `rows` is freed."""
@@ -203,6 +199,20 @@ class PagePool:
                 "pools of their own."
             )
         check_inference(k, v, "pool")
+
+
+def _extend(batch: BatchTable, sequences: list[Sequence], k: Tensor, v: Tensor) -> tuple[StoredTensor, StoredTensor]:
+    """`append_tokens` where no page changes; after an error nothing was changed either."""
+    before = [sequence.tokens for sequence in sequences]
+    try:
+        batch.extend(k, v)
+        for sequence in sequences:
+            sequence.tokens += k.shape[2]
+        return batch.stored()
+    except BaseException:
+        for sequence, tokens in zip(sequences, before, strict=True):
+            sequence.tokens, sequence.batch = tokens, None
+        raise
 
 
 def _check_sequences(storage: PageStorage, sequences: list[Sequence]) -> None:

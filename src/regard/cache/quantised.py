@@ -130,10 +130,10 @@ class QuantisedStore:
             for m, x in zip(self._memories, given, strict=False):
                 encoded.append(m.codes.encode(m.oldest(self._begin, self._end, x, sinks, count)))
             self._grow_codes(count)
-        # Nothing was changed so far that matters, and nothing can fail from here on.
         over = max(count - left, 0)  # new tokens that are encoded at once
         if self._end + rest - over > self._tail_capacity:
             self._move_tail_to_front()
+        # Nothing was changed so far that matters, and nothing can fail from here on.
         self._before = _Snapshot(self.tokens_seen, self._sinks, self._ranges, self._begin, self._end, not over)
         for m, x in zip(self._memories, given, strict=False):
             if sinks:
@@ -301,8 +301,9 @@ class QuantisedStore:
     def _move_tail_to_front(self) -> None:
         """Copy the tail to the front of its memory: once in residual + group steps."""
         left = self._end - self._begin
-        for m in self._memories:
-            m.tail.narrow(2, 0, left).copy_(m.tail.narrow(2, self._begin, left).clone())
+        tails = [m.tail.narrow(2, self._begin, left).clone() for m in self._memories]  # before any is written to
+        for m, tail in zip(self._memories, tails, strict=True):
+            m.tail.narrow(2, 0, left).copy_(tail)
         self._begin, self._end = 0, left
 
     def _write_codes(self, encoded: list[Codes], count: int) -> None:
@@ -326,8 +327,9 @@ class QuantisedStore:
         if end + count <= capacity and not is_too_large:
             return
         grown = max(wanted, 2 * capacity if known is None else known)
-        for m in self._memories:
-            m.codes.move(grown, begin, end)
+        moved = [m.codes.moved(grown, begin, end) for m in self._memories]  # there may be no memory for the values
+        for m, tensors in zip(self._memories, moved, strict=True):
+            m.codes.tensors, m.codes.capacity = tensors, grown
         self._ranges = tuple(SlotRange(slot - begin, tokens) for slot, tokens in self._ranges)
 
 

@@ -64,6 +64,9 @@ class Sequence(BlockTable):
         self.batch = None
         return other
 
+    def __copy__(self) -> "Sequence":
+        return self.fork()
+
     def free(self) -> None:
         """Release its pages; a second call does nothing. Pages with known tokens can be found until they are reused."""
         if self.is_freed:

@@ -11,6 +11,7 @@ codes          S S S S|c c c c ... . .|t t t t .  see `coded_steps.py`
 ```
 """
 
+import copy
 from typing import Protocol
 
 import torch
@@ -129,6 +130,10 @@ class StepCache:
                 f"steps(capacity={self.capacity}) is full: token {most + below:,} of a row does not fit. Take a larger "
                 "capacity."
             )
+
+    def __copy__(self) -> "StepCache":
+        """A deep copy: two caches in the same memory would overwrite one another's tokens."""
+        return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         form = self.form

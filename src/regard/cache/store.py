@@ -107,7 +107,7 @@ class PolicyState(Protocol):
     """What a policy knows about the tokens of one cache; it follows every change of the cache."""
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
-        """The store has appended these tokens, as `Store.append` received them."""
+        """The store has appended these tokens, as `KVCache.append` received them."""
         ...
 
     def observe(self, q: Tensor, store: Store, mask: Any, scale: float | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.describe.mask import CallSizes, Positions, as_tensors, wrong_shape
 from regard.describe.not_a_spec import instead, received
 from regard.describe.require_tensor import require_tensor
-from regard.describe.spec import Spec, spec
+from regard.describe.spec import Spec, map_tuple, spec
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -49,9 +49,11 @@ class Bias(Spec):
         def wide(part: Any) -> Any:
             if isinstance(part, Tensor):  # integers may be indices
                 return part.to(torch.promote_types(part.dtype, dtype)) if part.is_floating_point() else part
+            if isinstance(part, tuple):
+                return map_tuple(wide, cast("tuple[Any, ...]", part))
             return part.widened(dtype) if isinstance(part, Bias) else part
 
-        return type(self)(*map(wide, self.parts()))
+        return self.of_parts(map(wide, self.parts()))
 
     def __add__(self, other: "Bias") -> "Bias":
         return Sum(self, _bias(other))

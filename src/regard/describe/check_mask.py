@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, kept_pairs, marked
+from regard.describe.interval import step_left
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
 from regard.describe.spec import deserialize
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -150,7 +151,7 @@ def _check_signature(c: _Checked, r: Rectangles) -> None:
 
 
 def _check_intervals(c: _Checked) -> None:
-    union = c.mask.intervals(c.sizes)
+    union = intervals_of(c.mask, c.sizes)
     if union is None:
         return
     q, k = np.arange(c.sizes.offset, c.sizes.positions)[None, :, None], np.arange(c.sizes.keys)
@@ -168,6 +169,13 @@ def _check_intervals(c: _Checked) -> None:
         verb = "keep" if not c.kept[b, h, i, j] else "leave out"
         raise ProblemError(
             f"{c.mask!r}: intervals {verb} {_pair(b, h, i + c.sizes.offset, j)}, and keep does the opposite."
+        )
+    for name, b, i in filter(None, map(step_left, union)):
+        q = i + c.sizes.offset
+        edge = f"q + {name}" if name in ("left", "right") else name
+        raise ProblemError(
+            f"{c.mask!r}: {edge} of intervals decreases from query position {q} to {q + 1} (batch row {b}), and no "
+            "edge may move to the left from a query to the next: return None, and schedules split rectangles."
         )
 
 

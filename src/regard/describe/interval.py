@@ -4,13 +4,14 @@ Where the keys that a query may see are a union of few intervals, and no edge of
 query to the next, a schedule is a few lines of arithmetic (`plan/closed_form.py`). `Mask.intervals` gives that union.
 """
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 Edge: TypeAlias = "int | NDArray[np.int64] | None"
-"""None: no edge; else an int, or an array [batch] or [batch, queries] that broadcasts to the call."""
+"""None: no edge; else an int, or an array [batch or 1, queries or 1]."""
 
 MOST = 4
 """Intervals of a union; masks with more are split recursively."""
@@ -19,7 +20,8 @@ MOST = 4
 class Interval(NamedTuple):
     """The keys k of query position q with max(q + left, start) <= k < min(q + right, stop); None is no limit.
 
-    Arrays are [batch, 1] or [batch, queries] and do not decrease from a query to the next.
+    Arrays are [batch or 1, queries or 1]. Neither q + left, q + right, start nor stop decreases from a query to the
+    next.
     """
 
     left: Edge = None
@@ -30,6 +32,37 @@ class Interval(NamedTuple):
 
 Union: TypeAlias = "list[Interval] | None"
 """The keys in any of the intervals, which may overlap; None where the intervals are unknown."""
+
+
+def is_union(found: object, batch: int, queries: int) -> bool:
+    """Whether it is a union of intervals, or None, whose edges fit a call of these sizes."""
+    if found is None:
+        return True
+    return isinstance(found, list | tuple) and all(
+        isinstance(x, Interval) and all(_is_edge(edge, batch, queries) for edge in x)
+        for x in cast("Sequence[object]", found)
+    )
+
+
+def _is_edge(edge: object, batch: int, queries: int) -> bool:
+    if not isinstance(edge, np.ndarray):
+        return edge is None or isinstance(edge, int | np.integer)
+    fits = edge.ndim == 2 and (edge.shape[0] == 1 or edge.shape[0] >= batch) and edge.shape[1] in (1, queries)
+    return fits and edge.dtype.kind in "iu"
+
+
+def step_left(x: Interval) -> tuple[str, int, int] | None:
+    """The first edge that moves to the left from a query to the next: (name, batch row, query of the call) before it.
+
+    >>> step_left(Interval(right=1, stop=np.array([[5, 5, 4]])))
+    ('stop', 0, 1)
+    """
+    for name, edge, least in zip(x._fields, x, (-1, -1, 0, 0), strict=True):  # left and right count from the query
+        if isinstance(edge, np.ndarray) and edge.shape[1] > 1:
+            steps = np.argwhere(edge[:, 1:] - edge[:, :-1] < least)
+            if len(steps):
+                return name, int(steps[0, 0]), int(steps[0, 1])
+    return None
 
 
 def intersection(a: Union, b: Union) -> Union:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from regard.describe.interval import Union, complement, intersection, union
+from regard.describe.interval import Union, complement, intersection, is_union, union
 from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import INTERNED, Fingerprint, Spec, spec
 from regard.describe.whole_number import whole
@@ -101,7 +101,8 @@ class Mask(Spec):
     def intervals(self, sizes: CallSizes) -> Union:
         """The kept keys of each query as a union of intervals, for a call of these sizes; None if unknown.
 
-        Optional: with it, short calls are scheduled faster, without splitting rectangles.
+        Optional: with it, short calls are scheduled faster, without splitting rectangles. An edge that decreases from a
+        query to the next (`Interval`) gains nothing: rectangles are split then.
         """
         return None
 
@@ -207,7 +208,7 @@ class And(Pair):
         return some_a & some_b, all_a & all_b
 
     def intervals(self, sizes: CallSizes) -> Union:
-        return intersection(self.a.intervals(sizes), self.b.intervals(sizes))
+        return intersection(intervals_of(self.a, sizes), intervals_of(self.b, sizes))
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -229,7 +230,7 @@ class Or(Pair):
         return some_a | some_b, all_a | all_b
 
     def intervals(self, sizes: CallSizes) -> Union:
-        return union(self.a.intervals(sizes), self.b.intervals(sizes))
+        return union(intervals_of(self.a, sizes), intervals_of(self.b, sizes))
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -251,7 +252,7 @@ class Not(Mask):
         return ~every, ~some
 
     def intervals(self, sizes: CallSizes) -> Union:
-        return complement(self.a.intervals(sizes))
+        return complement(intervals_of(self.a, sizes))
 
     def signature(self, r: Rectangles) -> Ints:
         return marked(self.a, r)
@@ -351,6 +352,24 @@ def bounds_of(mask: Mask, r: Rectangles) -> tuple[Bools, Bools]:
             f"shape [{len(r.b)}], with an element for each rectangle."
         )
     return cast("tuple[Bools, Bools]", bounds)
+
+
+def intervals_of(mask: Mask, sizes: CallSizes) -> Union:
+    """`mask.intervals` of a call of these sizes.
+
+    Raises:
+        ProblemError: `intervals` returns neither None nor a list of intervals whose edges fit the call.
+    """
+    found = mask.intervals(sizes)
+    if mask._kind.is_own or found is None:  # pyright: ignore[reportPrivateUsage]
+        return found
+    if not is_union(found, sizes.batch, sizes.queries):
+        raise ProblemError(
+            f"{mask!r}: intervals returned {reprlib.repr(found)}; expected None or a list of Interval, whose edges are "
+            f"None, an int, or an int64 array [batch or 1, queries or 1], for {sizes.batch} batch rows and "
+            f"{sizes.queries} queries."
+        )
+    return [*found]
 
 
 def _form(part: object) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.describe.position_table import check_positions, check_type, is_traced, rows
+from regard.describe.position_table import check_positions, check_type, end_of, is_traced, rows
 from regard.describe.rope_scaling import Scaling
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import Spec, spec
@@ -137,10 +137,11 @@ class Learned(Absolute):
         check_type(positions)
         if positions.is_floating_point():
             raise ProblemError(f"positions are {positions.dtype}: Learned has vectors for whole positions; give ints.")
+        positions = positions.long()
         if positions.numel() and not is_traced() and positions.device.type != "meta":
             low, high = (int(bound) for bound in positions.aminmax())
             self._check_reach(low, high)
-        return F.embedding(positions.long(), self.weight)
+        return F.embedding(positions, self.weight)
 
     def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
         if isinstance(positions, Tensor):
@@ -249,7 +250,7 @@ class Rope(Position):
         """
         _check_floats(x, self.dim, "[batch, heads, tokens, dim]", self)
         positions = check_positions(positions, x, rank=4)
-        length = self.length_of(x, positions, _whole_tokens(tokens))
+        length = self.length_of(x, positions, tokens)
         dtype = wide_of(x.dtype)
         key = (self, self.scaling and self.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._table(p, length, dtype).to(x.device), positions, x)
@@ -259,8 +260,14 @@ class Rope(Position):
 
     def length_of(self, x: Tensor, positions: int | Tensor | None, tokens: int | None) -> int | None:
         """The length of the sequence that `rotate` uses; None where the scaling does not depend on it."""
+        tokens = _whole_tokens(tokens)
         if self.scaling is None or not self.scaling.looks_at_length() or tokens is not None:
             return tokens
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented
+            raise RefusalError(
+                f"{type(self.scaling).__name__} depends on the length of the sequence, which torch.jit.trace records "
+                "as a constant: use torch.compile or torch.export."
+            )
         if not isinstance(positions, Tensor):
             return x.shape[-2] + (0 if positions is None else positions)
         if is_traced() or positions.device.type == "meta":
@@ -268,7 +275,7 @@ class Rope(Position):
                 f"{type(self.scaling).__name__} depends on the length of the sequence, which a traced graph cannot "
                 "read from a tensor of positions: give tokens=."
             )
-        return math.floor(positions.max().item()) + 1 if positions.numel() else None
+        return end_of(positions)
 
     def _table(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
         angles = positions.to(torch.float64)[..., None] * self._frequencies(length, positions.device)

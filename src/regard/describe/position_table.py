@@ -4,6 +4,7 @@ All layers slice one table. Tables are computed from constants, so the cache kee
 are powers of two, so a growing sequence seldom makes a new table.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from functools import partial
 
@@ -22,9 +23,18 @@ BLOCK = 256
 """Far from 0, where a sequence is decoded token by token, each block of 256 positions has its own table."""
 
 
+_NARROW = (torch.uint16, torch.uint32, torch.uint64)
+"""Types of integers for which torch has few operators."""
+
+
 def is_traced() -> bool:
     """Whether operations may give other than plain tensors: in a traced graph, `torch.func` or a dispatch mode."""
-    return torch.compiler.is_compiling() or current_func_transform() is not None or dispatch_modes() > 0
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage] - it is documented
+        or current_func_transform() is not None
+        or dispatch_modes() > 0
+    )
 
 
 def cached_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, count: int) -> Tensor | None:
@@ -106,7 +116,23 @@ def check_positions(positions: object, x: Tensor, rank: int) -> int | Tensor | N
             f"positions are {list(positions.shape)} and x is {list(x.shape)}: expected [tokens] = [{tokens}] or "
             f"[batch, tokens] = [{batch}, {tokens}]."
         )
-    return positions
+    return positions.to(torch.int64) if positions.dtype in _NARROW else positions
+
+
+def end_of(positions: Tensor) -> int:
+    """One more than the greatest position, rounded down; 0 where there are no positions. It reads the tensor.
+
+    Raises:
+        ProblemError: a position is NaN or infinite.
+    """
+    if not positions.numel():
+        return 0
+    greatest = positions.max().item()
+    if not positions.is_floating_point():
+        return int(greatest) + 1
+    if not math.isfinite(greatest):
+        raise ProblemError(f"the greatest of the positions is {greatest}: expected finite positions.")
+    return math.floor(greatest) + 1
 
 
 _tables: Recent[Hashable, Tensor] = Recent(entries=1024, nbytes=KEPT, size=lambda table: table.nbytes)

@@ -15,6 +15,7 @@ from regard.describe.mask import (
     Positions,
     Rectangles,
     bounds_of,
+    intervals_of,
     is_made_of,
     kept_pairs,
     marked,
@@ -79,7 +80,7 @@ class Ragged(Mask):
         own: Union = [Interval(stop=lengths)]
         if self.inner is None:
             return own
-        inner = self.inner.intervals(sizes)
+        inner = intervals_of(self.inner, sizes)
         back = lengths - self._keys  # from positions of the call to those of a row
         moved = inner and [x._replace(left=_plus(x.left, back), right=_plus(x.right, back)) for x in inner]
         return intersection(own, moved)

@@ -13,9 +13,9 @@ import dataclasses
 import itertools
 import json
 import reprlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -228,6 +228,11 @@ class Spec:
         return tuple([getattr(self, name) for name in self._fields])
 
     @classmethod
+    def of_parts(cls, parts: Iterable[Any]) -> Self:
+        """The spec whose fields have these values, in order; by name, since a field may be keyword-only."""
+        return cls(**dict(zip(cls._fields, parts, strict=True)))
+
+    @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         """A spec of these parts as Python code, without defaults, with type and shape in place of tensors."""
         fields = dataclasses.fields(cast(Any, cls)) if dataclasses.is_dataclass(cls) else ()  # none without `@spec`
@@ -265,12 +270,13 @@ class Spec:
         """The class of this spec, or else of the first spec in it, that was not made with `@spec`; None if all were."""
         if self._made is not type(self):
             return type(self)
-        return next((kind for part in self.parts() if isinstance(part, Spec) and (kind := part.unregistered())), None)
+        parts = _members(self.parts())
+        return next((kind for part in parts if isinstance(part, Spec) and (kind := part.unregistered())), None)
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the spec, in the order of its serialised form."""
         found: list[Tensor] = []
-        for part in self.parts():
+        for part in _members(self.parts()):
             if isinstance(part, Tensor):
                 found.append(part)
             elif isinstance(part, Spec):
@@ -330,10 +336,31 @@ def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Sp
             return {"tensor": tensors, "number": ints}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
-            return Spec._serialized[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
+            return Spec._serialized[name].of_parts(map(read, parts))  # pyright: ignore[reportPrivateUsage]
         return node
 
-    return read(json.loads(text))
+    return read(json.loads(text, strict=False))  # a text may have line breaks
+
+
+def map_tuple(change: Callable[[Any], Any], part: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tuple of the same kind with `change` of each member.
+
+    >>> map_tuple(str, (1, 2))
+    ('1', '2')
+    """
+    changed = [change(member) for member in part]
+    return type(part)(*changed) if hasattr(part, "_fields") else tuple(changed)  # a NamedTuple has them
+
+
+def _members(parts: tuple[Any, ...]) -> list[Any]:
+    """The parts of a spec, with the members of a tuple in its place."""
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, tuple):
+            found += _members(cast("tuple[Any, ...]", part))
+        else:
+            found.append(part)
+    return found
 
 
 def _intern(kind: "type[Spec]", parts: tuple[Any, ...]) -> Fingerprint:
@@ -357,7 +384,7 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
     if isinstance(part, bool):
         return "true" if part else "false"
     if isinstance(part, str):
-        return '"' + part + '"'  # names alone, without quotes in them
+        return '"' + part.replace("\\", r"\\").replace('"', r"\"") + '"'  # torch cannot trace json.dumps
     if isinstance(part, float):
         return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
     if isinstance(part, torch.SymFloat):  # the graph would truncate it to an integer
@@ -383,6 +410,8 @@ def _fingerprint_part(part: Any) -> Any:
 def _form_part(part: Any) -> Any:
     if isinstance(part, Spec):
         return part.form()
+    if type(part) is tuple:
+        return tuple(map(_form_part, cast("tuple[Any, ...]", part)))
     return form(part) if isinstance(part, Tensor) else _part_key(part)
 
 
@@ -403,11 +432,15 @@ def _never_changes(part: Any) -> bool:
 def _is_constant(part: Any) -> bool:
     if type(part) in _PLAIN:
         return True
+    if type(part) is tuple:
+        return all(map(_is_constant, cast("tuple[Any, ...]", part)))
     return part.is_constant if isinstance(part, Fingerprint) else not isinstance(part, ContentKey)
 
 
 def _is_cacheable(part: Any) -> bool:
     """Whether a part of a fingerprint changes whenever the spec does."""
+    if type(part) is tuple:
+        return all(map(_is_cacheable, cast("tuple[Any, ...]", part)))
     return (
         part.is_cacheable
         if isinstance(part, Fingerprint)

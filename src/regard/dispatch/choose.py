@@ -7,7 +7,7 @@ other takes its place.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import NoReturn, cast
 
 from regard.backend.contract import Backend, Kernel, RepeatableKernel
 from regard.backend.flex import Flex
@@ -165,6 +165,18 @@ class Plan:
         p, item = self.posed, self.posed.dtype.itemsize
         of_key = (p.k_dim + p.v_dim) * item if p.storage is None else p.storage.token_bytes / max(1, p.kv_heads)
         return cost.bytes_moved(self.schedule, kv_heads=p.kv_heads, of_query=(p.qk_dim + p.v_dim) * item, of_key=of_key)
+
+    def __copy__(self) -> "Plan":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
+        return self  # nothing in it changes
+
+    def __reduce__(self) -> NoReturn:
+        raise RefusalError(
+            "a Plan is not pickled, as it refers to classes and kernels of this process: keep str(plan) or the numbers "
+            "that you need, or pickle the arguments and call regard.explain again."
+        )
 
     def __str__(self) -> str:
         s, p = self.schedule, self.problem

@@ -5,11 +5,15 @@ whole whatever backend runs in it. Specs pass through it as a text and a list of
 that is not traced does not pass here: its kernel runs directly, which costs less, and which the reference can
 differentiate twice. Only where a dispatch mode is on does it pass here, so that torch's FLOP counter sees it.
 
+Backward differentiates the operator once; what it cannot differentiate (a second time, forward mode, `torch.func`,
+several gradients at once) raises `RefusalError`, also in an exported program, which calls the operator by itself.
+
 The operator plans when it runs: it reads the tensors of masks, and an offset that is a tensor, on the host. So one
 graph serves every step of decoding, and no CUDA graph may be captured around it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import torch
@@ -42,7 +46,7 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import dispatch_modes, in_forward_mode, in_func_grad
+from regard.torch_internals import dispatch_modes, in_forward_mode, in_func_grad, recording_gradients
 from regard.wide import wide_of
 
 
@@ -107,7 +111,42 @@ _SCHEMA = ", ".join(
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
-_library = torch.library.Library("regard", "DEF")
+_TRACED = "a call that torch traces or exports, or shows to a dispatch mode such as its FLOP counter,"
+
+_UNTRACED = "leave torch.compile, torch.export or the mode out"
+
+
+class _Library(torch.library.Library):
+    """A library whose operators refuse what autograd cannot differentiate, where torch would raise errors of its own.
+
+    It could also give tangents of 0. `torch.library.register_autograd` registers for the key "Autograd".
+    """
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, _refusing(fn) if dispatch_key == "Autograd" else fn, dispatch_key, **options)
+
+
+def _refusing(differentiated: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, that first refuses what it cannot differentiate."""
+
+    @wraps(differentiated)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        _refuse_transforms()
+        return differentiated(*arguments, **options)
+
+    return checked
+
+
+def _refuse_transforms() -> None:
+    """Raise `RefusalError` in forward mode and inside of `torch.func.grad`."""
+    if in_forward_mode() or in_func_grad():
+        kind = "forward-mode derivatives (jvp)" if in_forward_mode() else "torch.func.grad"
+        raise RefusalError(
+            f"{kind} of {_TRACED} is not supported: {_UNTRACED}, or differentiate by torch.autograd.grad or backward()."
+        )
+
+
+_library = _Library("regard", "DEF")
 _library.define(f"attend({_SCHEMA}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
     f"attend_backward(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_SCHEMA}) "
@@ -123,12 +162,7 @@ def is_counted() -> bool:
 
 def attend_traced(request: Request) -> State:
     """The state of a call, its `out` with the sink, as one operator; its specs are taken apart while torch traces."""
-    if in_forward_mode() or in_func_grad():
-        kind = "forward-mode derivatives (jvp)" if in_forward_mode() else "torch.func.grad"
-        raise RefusalError(
-            f"{kind} of a call that torch traces, or shows to a dispatch mode such as its FLOP counter, is not "
-            "supported: leave torch.compile or the mode out, or differentiate by torch.autograd.grad or backward()."
-        )
+    _refuse_transforms()
     q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend, lse, _ = request
     check_specs(mask, bias, score)
     check_numbers(scale, softcap, dropout)
@@ -252,7 +286,7 @@ def _backward(
     A resumable kernel differentiates from `out` and `lse`; else the call is run again under autograd.
     """
     a = _Arguments.of(arguments)
-    with torch.enable_grad():
+    with torch.enable_grad(), recording_gradients():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in a.tensors()]
         state = _run(a.with_tensors(leaves), State(out, lse))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -316,6 +350,21 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, .
     return dq, dk, dv, dsink, flowing, numbers, *([None] * (len(a) - 6))
 
 
+def _refuse_second(ctx: Any, *grads: Any) -> None:
+    raise RefusalError(
+        f"The gradients of {_TRACED} have no derivatives, and this asks for a second derivative: {_UNTRACED}, and name "
+        'backend="reference", which can be differentiated any number of times.'
+    )
+
+
+def _refuse_batched(*arguments: Any) -> None:
+    raise RefusalError(
+        f"The backward pass of {_TRACED} takes one gradient at a time, and this asks for several at once "
+        f"(is_grads_batched, jacobian with vectorize, or vmap): differentiate in a loop, or {_UNTRACED} and use "
+        "torch.func.jacrev."
+    )
+
+
 def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """vmap: call by call, since a spec with tensors differs from slice to slice."""
 
@@ -337,7 +386,10 @@ for _key in ("CPU", "CUDA", "MPS", "XPU"):
     _library.impl("attend_backward", _backward, _key)
 torch.library.register_fake("regard::attend", _attend_fake, lib=_library)
 torch.library.register_fake("regard::attend_backward", _backward_fake, lib=_library)
+for _key in ("Batched", "FuncTorchBatched"):
+    _library.impl("attend_backward", _refuse_batched, _key)
 torch.library.register_autograd("regard::attend", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("regard::attend_backward", _refuse_second, lib=_library)
 torch.library.register_vmap("regard::attend", _mapped, lib=_library)
 register_flop_formula(torch.ops.regard.attend, get_raw=True)(_attend_flops)
 register_flop_formula(torch.ops.regard.attend_backward, get_raw=True)(_backward_flops)

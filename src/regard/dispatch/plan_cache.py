@@ -12,6 +12,7 @@ from threading import Lock
 from typing import TypeAlias, TypeVar, cast
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from regard import native
@@ -24,6 +25,7 @@ from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.dispatch.cuda_order import Kind, kind_of_call
+from regard.errors import RefusalError
 from regard.plan.checks import check_has_data, check_offset, check_specs
 from regard.plan.lower import hides_nothing
 from regard.plan.pose import pose
@@ -51,6 +53,11 @@ class _Known:
     bias: Bias | None
 
 
+UNTRACEABLE = (
+    "torch.jit.trace records the operators of torch of one path, and attend chooses its path by sizes and mask; its "
+    "kernels are no operators of torch. Use torch.compile or torch.export."
+)
+
 _Alike: TypeAlias = "dict[Sizes | Fingerprint | Kind | None, _Known]"
 
 _calls: dict[object, _Alike] = {}
@@ -68,7 +75,7 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
 
     Raises:
         ProblemError: an argument of the call is wrong.
-        RefusalError: the backend of the caller, or every backend, refuses.
+        RefusalError: the backend of the caller, or every backend, refuses; or torch.jit traces the call.
     """
     if request.offset is not None and is_without_data(request.offset):
         return None
@@ -85,6 +92,8 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
             known = alike.get(sizes) or _of_other_sizes(alike, request, sizes)
             if known is not None and (plan := known.plan()) is not None:
                 return plan, _operands(request, known, plan, sizes)
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented; no call is known then
+        raise RefusalError(UNTRACEABLE)
     if is_without_data(request.q) or is_without_data(request.k) or is_without_data(request.v):
         return None
     with unchanged():

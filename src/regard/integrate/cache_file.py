@@ -213,11 +213,8 @@ def _put(target: Path, write: Callable[[Path], None]) -> None:
     """Write a file beside `target`, flush it to the disk, and rename it; an error leaves the old file as it was."""
     try:
         with atomic_write(target) as part:
-            part.touch()
-            mode = part.stat().st_mode  # that of every new file here: safetensors would forbid others to read it
             write(part)
-            part.chmod(mode)
             with part.open("rb") as file:
                 os.fsync(file.fileno())
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         raise ProblemError(f"{target} cannot be written: {error}.") from error

@@ -55,10 +55,8 @@ def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAt
     >>> attention_of(model.layers[0].self_attn, model.config).position
     SpecModule(Rope(dim=8, base=10000.0))
     """
-    kind = getattr(config, "model_type", None)
-    if kind not in SUPPORTED:
-        raise ProblemError(f"an attention layer of a {kind} model: expected one of {', '.join(SUPPORTED)}.")
-    made = (_latent if kind in LATENT else _multi_head)(cast(Any, layer), config)
+    _check_kind("an attention layer", config)
+    made = (_latent if config.model_type in LATENT else _multi_head)(cast(Any, layer), config)
     return made.train(layer.training)
 
 
@@ -66,12 +64,14 @@ def rope_of(config: Any) -> Rope:
     """The rotation that `config.rope_parameters` describes.
 
     Raises:
-        ProblemError: an unknown type, or a rotation for each type of layers.
+        ProblemError: an unknown type, or a rotation for each type of layers; or a model type that is not among
+            `SUPPORTED`, as the config does not say which dimensions are a pair.
 
     >>> from transformers import LlamaConfig
     >>> rope_of(LlamaConfig(head_dim=64, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}))
     Rope(dim=64, base=500.0, scaling=Linear(factor=4.0))
     """
+    _check_kind("the rotation", config)
     parameters: dict[str, Any] = dict(config.rope_parameters)
     if "rope_theta" not in parameters:
         raise ProblemError(
@@ -80,9 +80,14 @@ def rope_of(config: Any) -> Rope:
     latent = config.model_type in LATENT
     interleaved = latent and bool(getattr(config, "rope_interleave", True))
     dim = config.qk_rope_head_dim if latent else _head_dim(config)
-    is_partial = config.model_type in PARTIAL or config.model_type not in SUPPORTED
-    fraction = fraction_of(parameters) if is_partial else Rope.fraction
+    fraction = fraction_of(parameters) if config.model_type in PARTIAL else Rope.fraction
     return Rope(dim, float(parameters["rope_theta"]), scaling_of(parameters, config), fraction, interleaved)
+
+
+def _check_kind(what: str, config: Any) -> None:
+    kind = getattr(config, "model_type", None)
+    if kind not in SUPPORTED:
+        raise ProblemError(f"{what} of a {kind} model: expected one of {', '.join(SUPPORTED)}.")
 
 
 def fraction_of(parameters: dict[str, Any]) -> float:

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
+from regard.calls import Route, current_route, route_calls
+from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, KeyLengths
-from regard.describe.mask_by_table import Documents
+from regard.describe.mask_by_table import Documents, TensorMask
 from regard.errors import RefusalError
 from regard.integrate.implementation import NAME, is_regard
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.mask_function import sharded_masks
 from regard.integrate.masks import MaskRequest, Predicate, to_mask
-from regard.integrate.sharded_inputs import IGNORED, Inputs, check_mixing, read_inputs
+from regard.integrate.sharded_inputs import Inputs, check_mixing, read_inputs, refusal
 from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import register
+from regard.plan.request import Request
+from regard.state import State
 
 MODELS: type[nn.Module] = PreTrainedModel
 """Whose calls are sharded."""
@@ -69,7 +73,7 @@ def _run(model: Any, shard: Shard, inputs: Inputs) -> Any:
     rows = next(iter(inputs_of_rank.values())).shape[0]
     ones = torch.ones(rows, local, dtype=torch.bool, device=inputs.positions.device)
     inputs_of_rank["attention_mask"] = ones if inputs.padding is None else shard.shard(inputs.padding, 1)
-    with sharded_masks(_masks(shard.tokens, inputs)):
+    with sharded_masks(_masks(shard.tokens, inputs)), route_calls(_ring_without_dense(model, shard.tokens)):
         outputs = nn.Module.__call__(model, **inputs_of_rank, **inputs.rest)
     if inputs.labels is not None:
         loss = _loss(model, shard, outputs.logits, inputs)
@@ -80,12 +84,13 @@ def _run(model: Any, shard: Shard, inputs: Inputs) -> Any:
 def _loss(model: Any, shard: Shard, logits: Tensor, inputs: Inputs) -> Tensor:
     """The mean over all tokens that have a label: each rank adds its own, and all get the sum."""
     labels = cast(Tensor, inputs.labels)
-    count = (labels != IGNORED).sum() if inputs.items is None else inputs.items
+    count = (labels != inputs.ignored).sum() if inputs.items is None else inputs.items
     own = model.loss_function(
         logits=logits,
         labels=None,
         vocab_size=logits.shape[-1],
         num_items_in_batch=count,
+        ignore_index=inputs.ignored,
         shift_labels=shard.shard(labels, 1).contiguous(),
     )
     return shard.sum(own)
@@ -138,6 +143,29 @@ def _by_regard(model: Any) -> AbstractContextManager[None]:
     """The model with regard's attention."""
     register()
     return nullcontext() if is_regard(model.config) else with_implementation(model, NAME)
+
+
+def _ring_without_dense(model: Any, tokens: int) -> Route:
+    """The ring, which refuses a dense mask or bias of the rank's tokens: LayoutLM makes one in its own code."""
+    ring = cast(Route, current_route.get())
+
+    def route(request: Request) -> State:
+        dense = _dense_tensors(request.mask, request.bias)
+        found = next((t for t in dense if t.ndim and t.shape[-1] not in (1, tokens)), None)
+        if found is not None:
+            raise refusal(
+                type(model).__name__,
+                f"it makes a dense mask or bias {list(found.shape)} of the tokens of one rank, and their keys are all "
+                f"{tokens}",
+            )
+        return ring(request)
+
+    return route
+
+
+def _dense_tensors(mask: Mask | None, bias: Bias | None) -> list[Tensor]:
+    """The tensors [..., queries, keys] in what a layer attends with."""
+    return [*([mask.mask] if isinstance(mask, TensorMask) else []), *([] if bias is None else bias.tensors())]
 
 
 def _check_function(function: Predicate, inputs: Inputs) -> None:

@@ -23,7 +23,7 @@ from regard.integrate.mask_function import COMPUTE_WITH_MASKS
 from regard.integrate.transformers import check_model
 
 IGNORED = -100
-"""The label of a token without a loss, in transformers."""
+"""The label of a token without a loss, in transformers, where a call has no `ignore_index`."""
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers that mix tokens by attention alone."""
@@ -40,6 +40,7 @@ class Inputs:
         rest: arguments that are passed on.
         padding: bool [batch, tokens], where False is padding; None: there is none.
         documents: [batch, tokens] of packed sequences; None: there are none.
+        ignored: the label of a token without a loss.
     """
 
     tokens: dict[str, Tensor]
@@ -47,6 +48,7 @@ class Inputs:
     padding: Tensor | None
     documents: Tensor | None
     labels: Tensor | None
+    ignored: int
     items: Any
     returns_tuple: bool
     rest: dict[str, Any]
@@ -75,13 +77,15 @@ def read_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> In
     if positions is None or positions.ndim in (1, 2):
         numbers = numbers.expand(whole.shape[0], -1)
     parameters = inspect.signature(model.forward).parameters
+    ignored = arguments.pop("ignore_index", IGNORED)
     is_packed = mask is None and positions is not None and not _caches(model, arguments)
     found = Inputs(
         tokens=tokens,
         positions=numbers,
         padding=padding,
         documents=find_packed_sequence_indices(numbers) if is_packed else None,
-        labels=_next_tokens(arguments.pop("labels", None), arguments.pop("shift_labels", None)),
+        labels=_next_tokens(arguments.pop("labels", None), arguments.pop("shift_labels", None), ignored),
+        ignored=ignored,
         items=arguments.pop("num_items_in_batch", None),
         returns_tuple=arguments.pop("return_dict", True) is False,
         rest=arguments | ({"use_cache": False} if "use_cache" in parameters else {}),
@@ -129,11 +133,11 @@ def _padding(mask: Any, whole: Tensor) -> Tensor | None:
     return None if bool(mask.bool().all()) else mask.bool()
 
 
-def _next_tokens(labels: Tensor | None, shifted: Tensor | None) -> Tensor | None:
+def _next_tokens(labels: Tensor | None, shifted: Tensor | None, ignored: int) -> Tensor | None:
     """The label of each token, shifted in the whole sequence: the next token of a rank's last one is on another."""
     if shifted is not None or labels is None:
         return shifted
-    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
 def check_mixing(model: Any) -> None:
@@ -143,18 +147,20 @@ def check_mixing(model: Any) -> None:
     known: list[Any] = [MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING]
     kinds = [kind for each in known for kind in _kinds(each.get(type(config), ()))]
     if not isinstance(model, tuple(kinds)) or getattr(config, "is_encoder_decoder", False):
-        raise _refusal(name, "it is no language model of one sequence, or pools its tokens")
+        raise refusal(name, "it is no language model of one sequence, or pools its tokens")
     if getattr(model, "pooler", None) is not None:
-        raise _refusal(name, "its pooler reads the first token of a sequence, which is on one rank")
+        raise refusal(name, "its pooler reads the first token of a sequence, which is on one rank")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise _refusal(name, "it takes no position_ids, and numbers the tokens that it gets from 0")
+        raise refusal(name, "it takes no position_ids, and numbers the tokens that it gets from 0")
     if config.model_type in COMPUTE_WITH_MASKS:
-        raise _refusal(name, "it computes with its mask, over the keys of all tokens, before attention does")
+        raise refusal(name, "it computes with its mask, over the keys of all tokens, before attention does")
     others = sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTION)
     if others or any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in model.modules()):
-        raise _refusal(name, f"layers that mix tokens without attention ({', '.join(others) or 'convolutions'})")
+        raise refusal(name, f"layers that mix tokens without attention ({', '.join(others) or 'convolutions'})")
+    if getattr(config, "trigram_input", False):
+        raise refusal(name, "trigram_input: the embedding of a token is that of its neighbours as well")
     if scaling := sorted(BY_LENGTH & _scalings(getattr(config, "rope_parameters", None))):
-        raise _refusal(name, f"its RoPE ({scaling[0]}) depends on the length of the sequence")
+        raise refusal(name, f"its RoPE ({scaling[0]}) depends on the length of the sequence")
 
 
 def _kinds(found: Any) -> tuple[type, ...]:
@@ -172,7 +178,7 @@ def _scalings(parameters: Any) -> set[str]:
 def _check_arguments(model: Any, inputs: Inputs, arguments: dict[str, Any]) -> None:
     name = type(model).__name__
     if model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
-        raise _refusal(name, "gradient checkpointing: backward would call the layers again, outside of the ring")
+        raise refusal(name, "gradient checkpointing: backward would call the layers again, outside of the ring")
     for keyword, why in (
         *((each, "decode with `attend_sharded` and a `ShardedCache`") for each in NAMES),
         ("output_attentions", "each rank would have other rows"),
@@ -181,17 +187,17 @@ def _check_arguments(model: Any, inputs: Inputs, arguments: dict[str, Any]) -> N
     ):
         value = arguments.get(keyword, getattr(model.config, keyword, None) if keyword.startswith("output") else None)
         if value is not None and not (isinstance(value, bool | int) and not value):
-            raise _refusal(name, f"{keyword}={value if isinstance(value, bool | int) else '...'}: {why}")
+            raise refusal(name, f"{keyword}={value if isinstance(value, bool | int) else '...'}: {why}")
     if inputs.labels is not None and not has_causal_loss(model):
-        raise _refusal(name, "labels: the loss of a causal language model is known, and this one's is another")
+        raise refusal(name, "labels: the loss of a causal language model is known, and this one's is another")
     if inputs.padding is not None and getattr(model.config, "attention_chunk_size", None) is not None:
-        raise _refusal(name, "its chunks begin at the first token that is no padding; leave attention_mask out")
+        raise refusal(name, "its chunks begin at the first token that is no padding; leave attention_mask out")
     if inputs.documents is not None and getattr(model.config, "attention_chunk_size", None) is not None:
-        raise _refusal(name, "packed sequences: its chunks begin at the first token of each of them")
+        raise refusal(name, "packed sequences: its chunks begin at the first token of each of them")
     if any(getattr(module, "token_dropout", False) for module in model.modules()):
-        raise _refusal(name, "token_dropout: its embeddings are scaled by the share of masked tokens in the sequence")
+        raise refusal(name, "token_dropout: its embeddings are scaled by the share of masked tokens in the sequence")
     if inputs.positions.ndim != 2:
-        raise _refusal(name, f"position_ids {list(inputs.positions.shape)}: expected [batch, tokens]")
+        raise refusal(name, f"position_ids {list(inputs.positions.shape)}: expected [batch, tokens]")
 
 
 def has_causal_loss(model: Any) -> bool:
@@ -205,5 +211,6 @@ def has_causal_loss(model: Any) -> bool:
     return model.loss_function is ForCausalLMLoss
 
 
-def _refusal(name: str, why: str) -> RefusalError:
+def refusal(name: str, why: str) -> RefusalError:
+    """The error of a model, or of a call of it, that a part of a sequence cannot have."""
     return RefusalError(f"{name} in context_parallel: {why}. Run this call in one process, outside of the context.")

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.calls import current_route
 from regard.describe.feature import Favor, Feature, NearSoftmax
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.linear import delta, gated, sums
 from regard.linear.recurrent import recurrent
@@ -22,6 +24,11 @@ FORMS = ("chunked", "parallel", "recurrent")
 UNTRACEABLE = (
     "torch.jit.trace records the operators of torch of one path, and linear_attend chooses its path by the sizes; the "
     "compiled library is no operator of torch. Use torch.compile or torch.export."
+)
+
+ROUTED = (
+    "linear_attend in context_parallel: it would attend to this rank's tokens alone, as no state passes from rank to "
+    "rank. Expected attend, or this call outside of the context."
 )
 
 
@@ -61,12 +68,15 @@ def check_call(
     """The call with its defaults filled in. Raises `ProblemError` for invalid arguments."""
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented
         raise RefusalError(UNTRACEABLE)
+    if not torch.compiler.is_compiling() and current_route.get() is not None:
+        raise RefusalError(ROUTED)
     check_tensors(q, k, v)
     _check_qk_dim(q, k)
     _check_kinds(features, rule, state)
     if state is not None:
         check_parts(state)
-    _check_options(causal, normalise, form, chunk)
+    _check_options(causal, normalise, form)
+    chunk = whole(chunk, "chunk", least=1)
     size = k.shape[3] if features is None else features.size(k.shape[3])
     if rule is not None:
         rule.check(k.shape[0], k.shape[1], k.shape[2], size)
@@ -105,15 +115,13 @@ def _check_qk_dim(q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_options(causal: object, normalise: object, form: str | None, chunk: object) -> None:
+def _check_options(causal: object, normalise: object, form: str | None) -> None:
     if not isinstance(causal, bool):
         raise ProblemError(f"causal is {causal!r}: expected True or False.")
     if not isinstance(normalise, bool | None):
         raise ProblemError(f"normalise is {normalise!r}: expected True, False or None.")
     if form not in (None, *FORMS):
         raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
-    if not isinstance(chunk, int) or chunk < 1:
-        raise ProblemError(f"chunk={chunk!r}: expected a number of tokens, at least 1.")
 
 
 def _check_kinds(features: object, rule: object, state: object) -> None:

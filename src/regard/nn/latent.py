@@ -18,6 +18,7 @@ from regard.cache import KVCache
 from regard.cache.store import CachedTensor, leading_channels
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
+from regard.describe.position_table import check_positions
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -187,7 +188,9 @@ class LatentAttention(nn.Module):
                 k_up or v_up has an adapter or is quantised, or a `Rolling` cache with a rope: a `Rope` rotates the
                 first dimensions of a key, and here these are the latent.
         """
-        self._check(x, positions)
+        self._check(x)
+        positions = check_positions(positions, x, rank=3)
+        self._check_use(positions)
         self._check_cache(cache)
         self._check_absorbed(absorbed, cache)
         q, entries = self._queries(x), self._entries(x)
@@ -328,10 +331,12 @@ class LatentAttention(nn.Module):
         assert isinstance(position, Rope | RopePairs)
         return position
 
-    def _check(self, x: Tensor, positions: int | Tensor | None) -> None:
+    def _check(self, x: Tensor) -> None:
         check_input("x", x, f"[batch, tokens, {self.d_model}]")
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
+
+    def _check_use(self, positions: int | Tensor | None) -> None:
         if positions is not None and self.position is None:
             raise ProblemError(
                 "positions= needs a module with a position, and this one has none: leave positions= out, or create the "

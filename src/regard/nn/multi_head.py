@@ -19,9 +19,11 @@ from regard.describe.bias import Bias
 from regard.describe.heads import Heads
 from regard.describe.mask import Mask
 from regard.describe.position import Absolute, Position, Rope
+from regard.describe.position_table import check_positions, end_of
 from regard.describe.score import Score
 from regard.describe.spec import Spec
 from regard.describe.suggestions import suggest_keywords
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
@@ -109,8 +111,10 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        d_model, heads = whole(d_model, "d_model", "dimensions", least=1), whole(heads, "heads", "heads", least=1)
+        context_dim = d_model if context_dim is None else whole(context_dim, "context_dim", "dimensions", least=1)
         self.sizes = Heads(heads, kv_heads, _head_dim(d_model, heads, head_dim))
-        self.d_model, self.context_dim = d_model, d_model if context_dim is None else context_dim
+        self.d_model, self.context_dim = d_model, context_dim
         self.heads, self.kv_heads, self.head_dim = heads, self.sizes.key_heads, self.sizes.qk_dim
         if isinstance(cast(object, bias), bool):
             raise ProblemError(
@@ -170,7 +174,9 @@ class MultiHeadAttention(nn.Module):
             ProblemError: sizes that do not fit, positions without a use, or a `Rolling` cache whose rope is not the
                 module's.
         """
-        self._check(x, context, positions)
+        self._check(x, context)
+        positions = check_positions(positions, x, rank=3)
+        self._check_use(positions, context)
         check_cache(cache)
         check_rolling(cache, None if self.position is None else self.position.spec)
         stored = 0 if cache is None else cache.tokens_seen
@@ -196,7 +202,7 @@ class MultiHeadAttention(nn.Module):
                 bias=both(add, self.bias, bias),
                 score=None if self.score is None else self.score.spec,
                 scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
-                offset=None if context is None else first if isinstance(first, int) else 0,
+                offset=None if context is None else 0 if isinstance(first, Tensor) else first,
                 backend=self.backend,
             )  # fmt: skip
             if cache is not None and cache.evict is not None:
@@ -225,7 +231,7 @@ class MultiHeadAttention(nn.Module):
         x = x.unflatten(2, (-1, self.head_dim))
         return (x if norm is None else norm(x)).transpose(1, 2)
 
-    def _check(self, x: Tensor, context: Tensor | None, positions: int | Tensor | None) -> None:
+    def _check(self, x: Tensor, context: Tensor | None) -> None:
         check_input("x", x, f"[batch, tokens, {self.d_model}]")
         if context is not None:
             check_input("context", context, f"[batch, context_tokens, {self.context_dim}]")
@@ -237,7 +243,9 @@ class MultiHeadAttention(nn.Module):
             raise ProblemError(
                 f"context has shape {list(context.shape)}: expected [{x.shape[0]}, context_tokens, {self.context_dim}]."
             )
-        if positions is not None and self.position is None and not (context is not None and isinstance(positions, int)):
+
+    def _check_use(self, positions: int | Tensor | None, context: Tensor | None) -> None:
+        if positions is not None and self.position is None and (context is None or isinstance(positions, Tensor)):
             raise ProblemError(
                 "positions= needs a module with a position, and this one has none: leave positions= out, or create the "
                 f"module with position=Rope({self.head_dim}). Masks and biases do not use positions=."
@@ -256,9 +264,11 @@ def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: K
     if rope.scaling is None or not rope.scaling.looks_at_length():
         return None
     if cache is not None and isinstance(cache.layout, Rolling):
-        return cache.keys_after(keys)  # positions are slots of the cache
+        return max(cache.keys_after(keys), 1)  # positions are slots of the cache
     total = keys if cache is None else cache.tokens_seen + keys
-    return max(first + queries if isinstance(first, int) else int(first.max()) + 1, total)
+    if isinstance(first, Tensor):
+        return max(0 if first.is_meta else end_of(first), total, 1)
+    return max(first + queries, total, 1)
 
 
 def check_linear(module: nn.Module, *names: str) -> None:
@@ -339,11 +349,11 @@ def check_rolling(cache: KVCache | None, rope: object) -> None:
 
 
 def _head_dim(d_model: int, heads: int, head_dim: int | None) -> int:
-    if head_dim is None and heads > 0 and d_model % heads:
+    if head_dim is None and d_model % heads:
         raise ProblemError(
             f"d_model={d_model} is no whole multiple of heads={heads}: set the width of a head with head_dim=."
         )
-    return head_dim if head_dim is not None else d_model // max(heads, 1)
+    return head_dim if head_dim is not None else d_model // heads
 
 
 def _check_rope(position: object, head_dim: int) -> None:

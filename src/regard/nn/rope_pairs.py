@@ -1,5 +1,7 @@
 """`RopePairs`: rotary embedding with a choice of the frequencies, for heads with position in part of their dims."""
 
+from typing import Any, cast
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,6 +11,7 @@ from regard.describe.position_table import check_positions, rows
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
 from regard.errors import ProblemError
+from regard.integers import as_integer
 from regard.nn.multi_head import check_input
 from regard.plan.checks import DTYPES
 from regard.wide import wide_of
@@ -35,6 +38,13 @@ class RopePairs(Position):
     pairs: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rope, Rope):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"RopePairs(rope={self.rope!r}): expected a Rope.")
+        if not _is_choice(self.pairs):
+            raise ProblemError(
+                f"RopePairs(pairs={self.pairs!r}): expected a tuple of whole numbers for each head, as in "
+                "((0, 3), (1, 2))."
+            )
         counts, available = {len(chosen) for chosen in self.pairs}, self.rope.rotated // 2
         if len(counts) != 1 or 0 in counts:
             raise ProblemError(
@@ -81,3 +91,9 @@ class RopePairs(Position):
         chosen = self.rope.frequencies(length)[torch.tensor(self.pairs, device="cpu")].to(positions.device)
         angles = positions.double()[..., None, None] * chosen
         return rotation_table(angles, self.rope.attention_factor(length), dtype, interleaved=True)
+
+
+def _is_choice(pairs: object) -> bool:
+    """Whether it is a tuple of tuples of integers."""
+    rows = cast("tuple[Any, ...]", pairs) if isinstance(pairs, tuple) else (None,)
+    return all(isinstance(row, tuple) and None not in map(as_integer, cast("tuple[Any, ...]", row)) for row in rows)

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.nn.multi_head import MultiHeadAttention, check_linear
 
@@ -57,6 +58,7 @@ def share_heads(
     if not isinstance(module, MultiHeadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = "; from_torch makes one of torch's" if isinstance(module, nn.MultiheadAttention) else ""
         raise ProblemError(f"share_heads takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
+    kv_heads = whole(kv_heads, "kv_heads", "heads")
     check_sharing(module.kv_heads, kv_heads, how)
     _check_parts(module, kv_heads)
     shared = deepcopy(module)
@@ -117,7 +119,7 @@ def shared_rows(
     elif how == "first":
         made = groups[:, 0]
     else:
-        drawn = torch.randn(groups[:, 0].shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(groups[:, 0].shape, generator=generator, dtype=torch.float64, device="cpu")
         made = groups.mean() + groups.std(correction=0) * drawn
     return made.flatten(0, 1).to(rows)
 

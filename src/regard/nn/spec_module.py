@@ -5,14 +5,15 @@ A spec is frozen and refers to its tensors by identity; a module's tensors chang
 `.spec` builds the spec from the tensors that the module has under these names.
 """
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from regard.describe.spec import Spec
+from regard.describe.spec import Spec, map_tuple
+from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 
 W = TypeVar("W", bound=Spec)
@@ -33,16 +34,16 @@ class _TensorName:
 class _Template:
     """A spec without its tensors: its class and its parts, where tensors are names and specs are templates."""
 
-    make: Callable[..., Spec]
+    kind: type[Spec]
     parts: tuple[Any, ...]
 
 
 class SpecModule(nn.Module, Generic[W]):
     """A spec as a module: a tensor that requires gradients becomes a Parameter, every other tensor a buffer.
 
-    The name of a tensor is the path of its fields, joined by `_`: `table`, `b_table`. A tensor that occurs twice in the
-    spec is registered once. Modules accept a `SpecModule` in place of a spec, so that layers can share one, as T5's
-    layers share their table.
+    The name of a tensor is the path of its fields, joined by `_`: `table`, `b_table`, or `tables_0` for the first of a
+    tuple. A tensor that occurs twice in the spec is registered once. Modules accept a `SpecModule` in place of a spec,
+    so that layers can share one, as T5's layers share their table.
 
     Args:
         spec: any spec. Functions (`MaskFunction`) are stored unchanged: tensors inside them are not registered.
@@ -82,7 +83,8 @@ class SpecModule(nn.Module, Generic[W]):
         if isinstance(part, Tensor):
             return self._register(part, name)
         if isinstance(part, tuple):
-            return tuple(self._template_of(p, f"{prefix}{i}") for i, p in enumerate(cast("tuple[Any, ...]", part)))
+            places = itertools.count()
+            return map_tuple(lambda p: self._template_of(p, f"{prefix}{next(places)}"), cast("tuple[Any, ...]", part))
         if not isinstance(part, Spec):
             return part
         fields = zip(part._fields, part.parts(), strict=True)  # pyright: ignore[reportPrivateUsage]
@@ -97,7 +99,7 @@ class SpecModule(nn.Module, Generic[W]):
         elif isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
         elif tensor.is_leaf:
-            self.register_parameter(name, _parameters.setdefault(tensor, nn.Parameter(tensor)))
+            self.register_parameter(name, _parameter_of(tensor))
         else:
             raise ProblemError(
                 f"{name} was computed from other tensors, and a module trains only leaf tensors: pass tensor.detach() "
@@ -109,8 +111,23 @@ class SpecModule(nn.Module, Generic[W]):
         if isinstance(part, _TensorName):
             return getattr(self, part.name)
         if isinstance(part, tuple):
-            return tuple(self._build(p) for p in cast("tuple[Any, ...]", part))
-        return part.make(*[self._build(p) for p in part.parts]) if isinstance(part, _Template) else part
+            return map_tuple(self._build, cast("tuple[Any, ...]", part))
+        return part.kind.of_parts([self._build(p) for p in part.parts]) if isinstance(part, _Template) else part
+
+
+def _parameter_of(tensor: Tensor) -> nn.Parameter:
+    """The Parameter of a tensor, as other modules have it; a new one if theirs was converted, moved or frozen."""
+    known = _parameters.get(tensor)
+    if known is None or not _is_unchanged(known, tensor):
+        known = _parameters[tensor] = nn.Parameter(tensor)
+    return known
+
+
+def _is_unchanged(parameter: nn.Parameter, tensor: Tensor) -> bool:
+    """Whether the Parameter of a tensor that requires gradients still has its type, its memory, and gradients."""
+    if not parameter.requires_grad or parameter.dtype != tensor.dtype or parameter.device != tensor.device:
+        return False
+    return is_without_data(tensor) or parameter.data_ptr() == tensor.data_ptr()
 
 
 def as_module(spec: "W | SpecModule[W] | None") -> "SpecModule[W] | None":

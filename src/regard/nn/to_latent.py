@@ -11,6 +11,7 @@ keeps RoPE in the pairs on which its scores depend most. Ji et al. 2025, arXiv:2
 and §3.2 (joint SVD).
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import cast
 
@@ -140,7 +141,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _relative(difference: Tensor, whole: Tensor) -> float:
-    return (difference.norm() / whole.norm()).item()
+    """`|difference| / |whole|`; 0 where both are 0."""
+    error = difference.norm()
+    return (error / whole.norm()).item() if error else 0.0
 
 
 def _check_module(module: MultiHeadAttention) -> Rope | None:
@@ -167,7 +170,7 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
 
 def _pair_dims(rope: Rope) -> Tensor:
     """The two dims of each rotated pair, [pairs, 2]."""
-    dims = torch.arange(rope.rotated)
+    dims = torch.arange(rope.rotated, device="cpu")
     return dims.view(-1, 2) if rope.interleaved else dims.view(2, -1).T
 
 
@@ -188,22 +191,26 @@ def _choose_pairs(weights: _Weights, rope: Rope, count: int, inputs: Tensor | No
 def _dims(module: MultiHeadAttention, rope: Rope | None, pairs: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     """(dims with RoPE, pair by pair; dims without) of each key head: [kv_heads, *]."""
     if rope is None or not pairs:
-        none = torch.empty(module.kv_heads, 0, dtype=torch.int64)
-        return none, torch.arange(module.head_dim).expand(module.kv_heads, -1)
-    rope_dims = _pair_dims(rope)[torch.tensor(pairs)].flatten(1)
+        none = torch.empty(module.kv_heads, 0, dtype=torch.int64, device="cpu")
+        return none, torch.arange(module.head_dim, device="cpu").expand(module.kv_heads, -1)
+    rope_dims = _pair_dims(rope)[torch.tensor(pairs, device="cpu")].flatten(1)
     nope_dims = [[dim for dim in range(module.head_dim) if dim not in set(row)] for row in rope_dims.tolist()]
-    return rope_dims, torch.tensor(nope_dims, dtype=torch.int64).view(module.kv_heads, -1)
+    return rope_dims, torch.tensor(nope_dims, dtype=torch.int64, device="cpu").view(module.kv_heads, -1)
 
 
 def _leading(stacked: Tensor, rank: int, inputs: Tensor | None) -> Tensor:
-    """The first left singular vectors of W, or of W X^T; if that has too low a rank, then those of the rest of W."""
+    """The first left singular vectors of W, or of W X^T; if that has too low a rank, then those of the rest of W.
+
+    If W has too low a rank as well, any orthonormal vectors follow.
+    """
     if inputs is None:
         return torch.linalg.svd(stacked, full_matrices=False).U[:, :rank]
     _, r = torch.linalg.qr(_wide(inputs), mode="r")  # X = Q R, so W X^T has the left vectors of W R^T
     u, s, _ = torch.linalg.svd(stacked @ r.T, full_matrices=False)
     u = u[:, : min(rank, int((s > s[0] * 1e-12).sum()))]
     rest = torch.linalg.svd(stacked - u @ (u.T @ stacked), full_matrices=False).U
-    return torch.cat([u, rest[:, : rank - u.shape[1]]], 1)
+    # Vectors of a rest that is 0 up to rounding are not orthogonal to u.
+    return torch.linalg.qr(torch.cat([u, rest[:, : rank - u.shape[1]]], 1)).Q
 
 
 def _assemble(
@@ -221,7 +228,7 @@ def _assemble(
         module.d_model, module.heads, kv_rank=down.shape[0], nope_dim=nope, rope_dim=rope_dims.shape[1],
         v_dim=module.head_dim, kv_heads=module.kv_heads, rope_heads=module.kv_heads if pairs else 1,
         position=RopePairs(rope, tuple(pairs)) if rope is not None and pairs else None, norm=False,
-        qkv_bias=biased, q_bias=biased, out_bias=biased or _bias(module.o_proj) is not None, mask=module.mask,
+        qkv_bias=biased, q_bias=biased, out_bias=biased or _bias(module.o_proj) is not None, mask=deepcopy(module.mask),
         scale=module.head_dim**-0.5 if module.scale is None else module.scale, softcap=module.softcap,
         sink=module.sinks is not None, dropout=module.dropout, backend=module.backend,
         device=module.q_proj.weight.device, dtype=module.q_proj.weight.dtype,
@@ -231,7 +238,7 @@ def _assemble(
     gain = _gain(module, rope, nope_dims).repeat_interleave(weights.group, 0)[:, :, None]
     queries = (weights.q.take_along_dim(order, 1) * gain).flatten(0, 1)
     _fill(made.q_proj, queries, _biases(weights.q_bias, order, gain), (q,), (q,))
-    _fill(made.kv_down, down, torch.zeros(len(down)), (k, v), (k, v))
+    _fill(made.kv_down, down, down.new_zeros(len(down)), (k, v), (k, v))
     rotated = weights.k.take_along_dim(rope_dims[:, :, None], 1).flatten(0, 1)
     _fill(made.k_rope, rotated, _biases(weights.k_bias, rope_dims[:, :, None]), (k,), (k,))
     _fill(made.k_up, up[: module.kv_heads * nope], None, (k,))
@@ -245,7 +252,7 @@ def _assemble(
 
 def _gain(module: MultiHeadAttention, rope: Rope | None, nope_dims: Tensor) -> Tensor:
     """The factor of each query dim, [kv_heads, head_dim]: dims that lose RoPE keep its attention factor."""
-    gain = torch.ones(module.kv_heads, module.head_dim, dtype=torch.float64)
+    gain = torch.ones(module.kv_heads, module.head_dim, dtype=torch.float64, device="cpu")
     if rope is not None:
         gain[:, : nope_dims.shape[1]][nope_dims < rope.rotated] = rope.attention_factor() ** 2
     return gain

@@ -125,15 +125,18 @@ class Encoder(nn.Module):
         hidden: int | None = None, skip: bool = True, mlp: bool = True, attention: Attention = MultiHeadAttention,
     ) -> None:  # fmt: skip
         super().__init__()
+        vocabulary = whole(vocabulary, "vocabulary", "tokens", least=1)
+        d_model = whole(d_model, "d_model", "dimensions", least=1)
         self.d_model, self.embedding = d_model, nn.Embedding(vocabulary, d_model)
         spec = position.spec if isinstance(position, SpecModule) else position
         if not (spec is None or isinstance(spec, Position | Bias)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"position is {position!r}: expected a Position or a Bias; a mask goes to mask=.")
         layers = whole(layers, "layers", "blocks", least=0)
-        module = as_module(cast(Any, position))
-        self.position: SpecModule[Absolute] | None = module if isinstance(spec, Absolute) else None
-        rope = position if isinstance(spec, Position) and self.position is None else None
-        bias = module if isinstance(spec, Bias) else None
+        is_absolute = isinstance(spec, Absolute)
+        self.position: SpecModule[Absolute] | None = as_module(cast(Any, position)) if is_absolute else None
+        rope = position if isinstance(spec, Position) and not is_absolute else None
+        # Not one module in all layers: torch.func.functional_call would leave the weights of the call in it.
+        bias = spec if isinstance(spec, Bias) else None
         is_latent = getattr(attention, "func", attention) is LatentAttention  # which has no bias or cross-attention
         if is_latent and bias is not None:
             raise ProblemError(

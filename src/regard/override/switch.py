@@ -1,6 +1,8 @@
 """`regard.everywhere`: on and off, for the whole process."""
 
 import atexit
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import takewhile
 from threading import Lock
 from types import TracebackType
@@ -41,19 +43,29 @@ class _Process:
     Attributes:
         for_good: whether it was turned on without an end, by a call that can no longer become a `with` block.
         requests: later calls, the last one first.
-        entered, paused: how many `with` blocks that turn it on, and off, are being run, in all threads.
+        blocks: the `with` blocks that turn it on or off and are being run, in all threads.
         library: what registers the kernels while it lives; None while torch's own are used.
         printing: those of the reports that are not yet printed.
     """
 
     for_good = False
     requests: tuple[_Request, ...] = ()
-    entered = 0
-    paused = 0
+    blocks: "tuple[Everywhere, ...]" = ()
     library: torch.library.Library | None = None
+    printing: "frozenset[Everywhere]" = frozenset()
 
-    def __init__(self) -> None:
-        self.printing = set["Everywhere"]()
+    @contextmanager
+    def changing(self) -> Generator[None]:
+        """Change what is on, inside; after an error, such as Ctrl-C, all is on that was on before."""
+        with _lock:
+            before = self.for_good, self.requests, self.blocks, self.printing
+            try:
+                yield
+                self.settle()
+            except BaseException:
+                self.for_good, self.requests, self.blocks, self.printing = before
+                self.settle()
+                raise
 
     def request(self, returned: "Everywhere", on: bool) -> None:
         """Turn it on or off without an end, until `withdraw`."""
@@ -66,10 +78,17 @@ class _Process:
         """Take back this request alone: other threads may have made some since."""
         self.requests = tuple(each for each in self.requests if each.returned() is not returned)
 
+    def leave(self, block: "Everywhere") -> bool:
+        """End one block of this object; whether it has others."""
+        at = self.blocks.index(block)
+        self.blocks = (*self.blocks[:at], *self.blocks[at + 1 :])
+        return block in self.blocks
+
     def settle(self) -> None:
         """Install or remove the kernels."""
         for_good = self.requests[0].on if self.requests else self.for_good
-        on = (for_good or self.entered > 0) and not self.paused
+        entered = {block.turns_on for block in self.blocks}
+        on = (for_good or True in entered) and False not in entered
         if on and self.library is None:
             self.library = torch.library.Library("aten", "IMPL")
             self.library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
@@ -77,9 +96,9 @@ class _Process:
             _replace(on=True)
             torch.compiler.config.cache_key_tag += CACHE_TAG
         elif not on and self.library is not None:
-            self.library = None
             _replace(on=False)
             torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(CACHE_TAG, "")
+            self.library = None  # last: what Ctrl-C interrupts is done again
         if F.multi_head_attention_forward in (forward_of_torch, forward_counted):
             F.multi_head_attention_forward = forward_counted if self.printing else forward_of_torch
 
@@ -106,14 +125,12 @@ class Everywhere:
     """
 
     def __init__(self, on: bool, prints: bool) -> None:
-        self._on, self._prints = on, prints
+        self.turns_on, self._prints = on, prints
         self._tally = report.Tally(measures=prints)
-        self._blocks = 0
-        with _lock:
+        with _process.changing():
             _process.request(self, on)
             if prints:
-                _process.printing.add(self)
-            _process.settle()
+                _process.printing |= {self}
         if on:
             report.listen(self._tally)
         if prints:
@@ -130,28 +147,22 @@ class Everywhere:
     __repr__ = __str__
 
     def __enter__(self) -> Self:
-        with _lock:
+        with _process.changing():
             _process.withdraw(self)
-            self._blocks += 1
-            _process.entered += self._on
-            _process.paused += not self._on
-            _process.settle()
+            _process.blocks += (self,)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with _lock:
-            if not self._blocks:
+            if self not in _process.blocks:
                 raise ProblemError(
                     "regard.everywhere() is left and was not entered: expected `with regard.everywhere():`. To turn "
                     "it off, call regard.everywhere(False)."
                 )
-            self._blocks -= 1
-            _process.entered -= self._on
-            _process.paused -= not self._on
-            if not (inside := self._blocks > 0):
-                _process.printing.discard(self)
+            if not (inside := _process.leave(self)):
+                _process.printing -= {self}
             _process.settle()
         if inside:
             return

@@ -16,7 +16,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
 from regard.describe.score import Dot, Score
-from regard.describe.spec import Spec
+from regard.describe.spec import Fingerprint, Spec
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
 from regard.parallel.layout import Layout
@@ -133,7 +133,7 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
             f"q has {a.q.shape[2]} tokens on rank {place.rank} and k has {a.k.shape[2]}: keys of another sequence than "
             "the queries need key_layout=, which keys each rank has."
         )
-    offset = keys.tokens - queries.tokens if a.offset is None else check_offset(a.offset)
+    offset = first_position(a.offset, keys.tokens - queries.tokens)
     sizes = CallSizes(a.q.shape[0], a.q.shape[1], queries.tokens, keys.tokens, offset)
     if a.mask is not None:
         check_has_data(a.mask)
@@ -144,13 +144,27 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
     return a, sizes, ShardedCall(formula, queries, keys, offset, route_of(mask, sizes, queries, keys))
 
 
+def first_position(offset: object, default: int) -> int:
+    """The position of the first query of the sequence; `default` where `offset` is None."""
+    if isinstance(offset, Tensor) and offset.numel() != 1:
+        raise ProblemError(
+            f"offset is {offset.dtype} {list(offset.shape)}: expected an int, as the rows of a sharded sequence begin "
+            "at one position. Pass the rows one at a time."
+        )
+    return default if offset is None else check_offset(offset)
+
+
 def _layout(name: str, layout: Layout | None, tensor: str, t: Tensor, place: Place) -> Layout:
     if layout is None:
         return _contiguous(t.shape[2] * place.size, place.size)
+    check_layout(name, layout, tensor, t, place)
+    return layout
+
+
+def check_layout(name: str, layout: Layout, tensor: str, t: Tensor, place: Place) -> None:
+    """Raise `ProblemError` unless it is a layout that gives this rank the tokens of the tensor."""
     if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ProblemError(
-            f"{name} is {type(layout).__name__}: expected a Layout, such as Layout.zigzag(tokens, ranks)."
-        )
+        raise ProblemError(f"{name} is {layout!r}: expected a Layout, such as Layout.zigzag(tokens, ranks).")
     if layout.ranks != place.size:
         raise ProblemError(f"{name} is for {layout.ranks} ranks, and the group has {place.size}.")
     if layout.counts[place.rank] != t.shape[2]:
@@ -158,7 +172,6 @@ def _layout(name: str, layout: Layout | None, tensor: str, t: Tensor, place: Pla
             f"{tensor} has {t.shape[2]} tokens on rank {place.rank} of the group, and {name} gives it "
             f"{layout.counts[place.rank]} of {layout.tokens}."
         )
-    return layout
 
 
 _contiguous = lru_cache(maxsize=64)(Layout.contiguous)
@@ -184,12 +197,13 @@ def route_of(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout)
 def _form(a: Arguments, sizes: CallSizes) -> tuple[Any, ...]:
     """What must be equal on all ranks, as far as it can be compared in this process without reading much."""
     mask = None if a.mask is None else a.mask.fingerprint()
-    specs = (mask, *(None if spec is None else spec.form() for spec in (a.bias, a.score)))
-    return (*_kind(a), sizes, *specs, a.scale, a.softcap, a.dropout, _backend(a))
+    specs = (mask, form_of(a.bias), form_of(a.score))
+    return (*_kind(a), sizes, *specs, a.scale, a.softcap, a.dropout, name_of(a.backend))
 
 
-def _backend(a: Arguments) -> str | None:
-    return a.backend if isinstance(a.backend, str | None) else a.backend.name
+def name_of(backend: str | Backend | None) -> str | None:
+    """The name of a backend that a call names, or has."""
+    return backend if isinstance(backend, str | None) else backend.name
 
 
 def _kind(a: Arguments) -> tuple[Any, ...]:
@@ -203,28 +217,41 @@ def _describe(a: Arguments, sizes: CallSizes, call: ShardedCall) -> str:
     kv_heads, k_dim, v_dim, qk_dim, dtype, device, sink, grad = _kind(a)
     kind = str(dtype).removeprefix("torch.")
     extra = {"scale": a.scale, "softcap": a.softcap, "dropout": a.dropout or None, "sink": sink or None}
-    extra |= {"backend": _backend(a)}
+    extra |= {"backend": name_of(a.backend)}
     more = "".join(f", {name} {value}" for name, value in extra.items() if value is not None)
     return (
         f"q [{sizes.batch}, {sizes.heads}, {sizes.queries}, {qk_dim}] · kv [{sizes.batch}, {kv_heads}, {sizes.keys}, "
-        f"{k_dim}|{v_dim}] {kind} on {device}, mask {_text(a.mask)}, bias {_text(a.bias, content=False)}, score "
-        f"{_text(a.score, content=False)}{more}, offset {sizes.offset}, layouts {_digest(repr(call.queries.runs))} "
-        f"{_digest(repr(call.keys.runs))}, gradients {grad}"
+        f"{k_dim}|{v_dim}] {kind} on {device}, mask {text_of(a.mask)}, bias {form_of(a.bias)}, score "
+        f"{form_of(a.score)}{more}, offset {sizes.offset}, layouts {digest(repr(call.queries.runs))} "
+        f"{digest(repr(call.keys.runs))}, gradients {grad}"
     )
 
 
-def _text(spec: Spec | None, *, content: bool = True) -> str:
+def form_of(spec: Spec | None) -> Fingerprint | None:
+    """The spec without the content of its tensors."""
+    return None if spec is None else spec.form()
+
+
+_texts: Recent[Fingerprint, str] = Recent(entries=256, nbytes=1 << 20, size=len)
+
+
+def text_of(spec: Spec | None) -> str:
     """The spec, with a digest of its tensors, which is the same in every process."""
     if spec is None:
         return "None"
-    if not content:
-        return str(spec.form())
-    tensors = [t.detach().cpu().contiguous() for t in spec.tensors()]
-    found = _digest(*(t.view(torch.uint8).numpy().tobytes() if t.ndim else repr(t) for t in tensors)) if tensors else ""
-    return f"{spec.fingerprint()} {found}".strip()
+    content = spec.fingerprint()
+    text = _texts.get(content) if content.is_cacheable else None
+    if text is None:
+        tensors = [t.detach().cpu().contiguous() for t in spec.tensors()]
+        parts = [t.view(torch.uint8).numpy().tobytes() if t.ndim else repr(t) for t in tensors]
+        text = f"{content} {digest(*parts)}" if parts else str(content)
+        if content.is_cacheable:
+            _texts.put(content, text)
+    return text
 
 
-def _digest(*parts: str | bytes) -> str:
+def digest(*parts: str | bytes) -> str:
+    """A short text that differs where the parts do, the same in every process."""
     found = hashlib.blake2b(digest_size=6)
     for part in parts:
         found.update(part.encode() if isinstance(part, str) else part)

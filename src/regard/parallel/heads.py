@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.interval import Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, intervals_of
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
 
@@ -35,7 +35,7 @@ class HeadsMask(Mask):
         return self.inner.signature(r._replace(h=r.h + self.first))
 
     def intervals(self, sizes: CallSizes) -> Union:
-        return self.inner.intervals(sizes)
+        return intervals_of(self.inner, sizes)
 
     def broadcast_shape(self) -> tuple[int, int]:
         return self.inner.broadcast_shape()[0], self.heads

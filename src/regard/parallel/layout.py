@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.errors import ProblemError
-from regard.integers import is_integer
+from regard.integers import as_integer, is_integer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,9 +65,17 @@ class Layout:
     runs: tuple[tuple[range, ...], ...]
 
     def __post_init__(self) -> None:
+        ranges = all(isinstance(cast(object, run), range) for each in self.runs for run in each)
+        if not (is_integer(self.tokens, least=0) and ranges):
+            raise ProblemError(
+                f"a layout of {self.tokens!r} tokens: expected a whole number of them, and for each rank a tuple of "
+                "ranges."
+            )
+        object.__setattr__(self, "tokens", as_integer(self.tokens))
+        object.__setattr__(self, "runs", tuple(tuple(run for run in each if run) for each in self.runs))
         runs = [run for each in self.runs for run in each]
-        ascending = all(a[-1] < b[0] for each in self.runs for a, b in pairwise(each) if a and b)
-        inside = all(run.step > 0 and (not run or (run[0] >= 0 and run[-1] < self.tokens)) for run in runs)
+        ascending = all(a[-1] < b[0] for each in self.runs for a, b in pairwise(each))
+        inside = all(run.step > 0 and run[0] >= 0 and run[-1] < self.tokens for run in runs)
         once = sum(map(len, runs)) == self.tokens
         if not (ascending and inside and once and (self.owners >= 0).all()):
             raise ProblemError(
@@ -164,6 +172,8 @@ class Layout:
     @classmethod
     def of_counts(cls, counts: Sequence[int]) -> "Layout":
         """Rank r has the next counts[r] tokens."""
+        if not all(is_integer(count, least=0) for count in counts):
+            raise ProblemError(f"Layout.of_counts({counts!r}): expected whole numbers of tokens, 0 or more.")
         stops = np.cumsum([0, *counts]).tolist()
         parts = [range(a, b) for a, b in pairwise(stops)]
         return cls(stops[-1], tuple((part,) if len(part) else () for part in parts))

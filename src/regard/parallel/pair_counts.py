@@ -72,7 +72,7 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
     batch, heads = mask.broadcast_shape()
     sizes: CallSizes = masks.CallSizes(batch, heads, tokens, tokens, 0)
     bound = mask.bind(sizes)
-    intervals = bound.intervals(sizes)
+    intervals = masks.intervals_of(bound, sizes)
     if intervals is not None:
         return IntervalCounts(tokens, intervals)
     return TileCounts(import_module("regard.plan.tiling").cached_schedule(bound, sizes, TILE))
@@ -103,10 +103,15 @@ def step_pairs(pairs: Ints) -> Ints:
 
 
 class IntervalCounts:
-    """Counts of a mask whose kept keys are a union of intervals."""
+    """Counts of a mask whose kept keys are a union of intervals.
 
-    def __init__(self, tokens: int, intervals: list[Interval]) -> None:
-        self.tokens, self.intervals = tokens, intervals
+    Args:
+        tokens: how many keys there are.
+        offset: position of the first query.
+    """
+
+    def __init__(self, tokens: int, intervals: list[Interval], offset: int = 0) -> None:
+        self.tokens, self.intervals, self.offset = tokens, intervals, offset
         edges = [edge for each in intervals for edge in each if isinstance(edge, np.ndarray)]
         self.rows = max((len(edge) for edge in edges), default=1)
         self._before: Ints | None = None
@@ -117,6 +122,16 @@ class IntervalCounts:
             for low, high in self._kept(query):
                 found += _inside(high, edges) - _inside(low, edges)
         return found
+
+    def sees(self, queries: Sequence[range], edges: Ints) -> NDArray[np.bool_]:
+        """bool [segments]: whether any of these queries sees a key of the segment, edges[i] <= key < edges[i + 1]."""
+        change = np.zeros(len(edges), dtype=np.int64)  # from a segment to the next, of how many intervals overlap it
+        for query in _chunks(queries):
+            for low, high in self._kept(query):
+                some = low < high
+                np.add.at(change, edges.searchsorted(low[some], side="right") - 1, 1)
+                np.add.at(change, edges.searchsorted(high[some] - 1, side="right"), -1)
+        return change.cumsum()[:-1] > 0
 
     def before(self, positions: Ints) -> Ints:
         if self._before is None:
@@ -143,7 +158,7 @@ class IntervalCounts:
         low, high = np.zeros_like(query), np.full_like(query, self.tokens)
         for join, slope, level, edge in ((np.maximum, x.left, x.start, low), (np.minimum, x.right, x.stop, high)):
             if slope is not None:
-                join(edge, query + _read(slope, row, query), out=edge)
+                join(edge, query + self.offset + _read(slope, row, query), out=edge)
             if level is not None:
                 join(edge, _read(level, row, query), out=edge)
             np.clip(edge, 0, self.tokens, out=edge)

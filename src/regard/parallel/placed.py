@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.interval import Edge, Interval, Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, intervals_of
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
 
@@ -109,7 +109,7 @@ class PlacedMask(Mask):
         if not len(queries):
             return None
         first, stop = int(queries[0]), int(queries[-1]) + 1
-        inner = self.inner.intervals(sizes._replace(queries=stop - first, offset=first))
+        inner = intervals_of(self.inner, sizes._replace(queries=stop - first, offset=first))
         if inner is None:
             return None
         inner = [Interval(*(_chosen(edge, queries - first, stop - first) for edge in x)) for x in inner]

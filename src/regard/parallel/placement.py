@@ -13,14 +13,16 @@ Everything else is refused by name: regard moves no data that the caller did not
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from regard.attention import attend, attend_state
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.layout import Layout
 from regard.parallel.ring import ring_attend, ring_attend_state
+from regard.plan.checks import check_specs
 from regard.plan.request import Request
 from regard.state import State
 
@@ -44,6 +46,13 @@ def attend_placed(request: Request) -> State:
         ProblemError: some of q, k and v are no DTensors, or they are on different meshes.
         RefusalError: placements that need data of other ranks, other than the keys of a ring.
     """
+    if torch.compiler.is_compiling():  # what is sent is no part of a graph
+        untraced: Any = torch.compiler.disable(_attend_untraced)
+        return untraced(request)
+    return _attend_untraced(request)
+
+
+def _attend_untraced(request: Request) -> State:
     q, k, v = _placed(request)
     _check_specs(request, q)
     ring = _ring(q, k)
@@ -117,7 +126,14 @@ def _counts(tokens: int, ranks: int) -> list[int]:
 
 
 def _check_specs(request: Request, q: DTensor) -> None:
-    """Refuse what differs by batch row or head where these are sharded: each rank would need its part of it."""
+    """Refuse DTensors, and what differs by row or head where these are sharded: each rank would need its part of it."""
+    check_specs(request.mask, request.bias, request.score)
+    for spec in (request.mask, request.bias, request.score):
+        if spec is not None and any(isinstance(t, DTensor) for t in spec.tensors()):
+            raise ProblemError(
+                f"{spec!r} has a DTensor: expected a plain tensor of the whole sequence, as .full_tensor() gives. The "
+                "gradient of a rank is then that of its own queries, and their sum over the ranks is the gradient."
+            )
     by_batch, by_head = bool(_dims(q, BATCH)), bool(_dims(q, HEADS))
     shape = (1, 1) if request.mask is None else request.mask.broadcast_shape()
     for name, is_sharded, differs in (("batch rows", by_batch, shape[0] > 1), ("heads", by_head, shape[1] > 1)):
@@ -142,12 +158,16 @@ def _check_specs(request: Request, q: DTensor) -> None:
 
 
 def _local_sink(sink: Tensor | None, q: DTensor) -> Tensor | None:
-    """The logits of this rank's heads."""
+    """The logits of this rank's heads. A DTensor gets its whole gradient: the sum over the tokens and batch rows."""
     if sink is None:
         return None
     if isinstance(sink, DTensor):
         expected = [Shard(0) if placement == Shard(HEADS) else Replicate() for placement in q.placements]
-        return sink.redistribute(q.device_mesh, expected).to_local()
+        parts = [
+            Partial() if placement in (Shard(TOKENS), Shard(BATCH)) else own
+            for placement, own in zip(q.placements, expected, strict=True)
+        ]
+        return sink.redistribute(q.device_mesh, expected).to_local(grad_placements=parts)
     for i in _dims(q, HEADS):
         sink = sink.chunk(q.device_mesh.size(i))[q.device_mesh.get_local_rank(i)]
     return sink

@@ -9,6 +9,9 @@ rank is to blame is then found through the group's key-value store:
 - A rank whose wait timed out blames those that do not write within another timeout that they are alive.
 - The first verdict (`lost`) counts; all others repeat it.
 
+A group that is made again, after `destroy_process_group`, has the name and the store of the old one: the keys of each
+begin with how many groups of the name this process knew before.
+
 Ranks that make different calls are found in two ways. A form of call that is new to a rank is compared through the
 store before anything is sent. In later calls of that form, the tags of messages depend on the form and on how many
 calls were made, so messages of different calls do not meet: both ranks wait until the time is over, and then tell each
@@ -21,8 +24,10 @@ call, is found with every backend.
 
 import hashlib
 import json
+import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,6 +36,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from regard.errors import ProblemError, RankError, RegardError
 
@@ -88,17 +94,28 @@ class Known:
     """What this process knows of a group.
 
     Attributes:
+        before: how many groups of the same name were known before, the same on all ranks.
         texts: the forms of calls that all ranks agreed on, and their descriptions.
         calls: how many calls were made.
         lost: the error of an earlier call, after which messages may be under way.
     """
 
+    before: int = 0
     texts: dict[object, str] = field(default_factory=dict[object, str])
     calls: int = 0
     lost: RegardError | None = None
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
+_names: Counter[str] = Counter()
+"""How many groups of each name are or were known."""
+
+
+def _known_of(group: dist.ProcessGroup) -> Known:
+    if group not in _known:
+        _known[group] = Known(_names[group.group_name])
+        _names[group.group_name] += 1
+    return _known[group]
 
 
 class Ranks:
@@ -118,14 +135,19 @@ class Ranks:
                 f"{function} needs a process group: call torch.distributed.init_process_group first, in a program that "
                 "torchrun starts."
             )
-        if not timeout > 0:
-            raise ProblemError(f"timeout is {timeout}: expected seconds, above 0.")
+        if not isinstance(cast(object, timeout), int | float) or not 0 < timeout < math.inf:
+            raise ProblemError(f"timeout is {timeout!r}: expected seconds, a finite number above 0.")
+        if not isinstance(group, dist.ProcessGroup | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(
+                f"group is {type(group).__name__}: expected a process group, or None for all ranks. A dimension of a "
+                'DeviceMesh has one: mesh.get_group("name").'
+            )
         self.group = cast(dist.ProcessGroup, dist.group.WORLD) if group is None else group
         if (rank := dist.get_rank(self.group)) < 0:
             raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
         self.rank, self.size = rank, dist.get_world_size(self.group)
         self.timeout, self.function = timeout, function
-        self.known = _known.setdefault(self.group, Known())
+        self.known = _known_of(self.group)
         if self.known.lost is not None:
             raise self.known.lost
 
@@ -136,12 +158,13 @@ class Ranks:
         made.rank, made.size, made.timeout, made.function, made.known = 0, 1, timeout, function, Known()
         return made
 
-    def agree(self, form: object, text: Callable[[], str]) -> None:
+    def agree(self, form: object, text: Callable[[], str], now: str = "") -> None:
         """Begin a call; check, if its form is new, that all ranks make the same.
 
         Args:
             form: of the call, hashable.
             text: makes its description, which must be equal on all ranks.
+            now: more of the description, which changes from call to call of this form: it is in the seal.
 
         Raises:
             ProblemError: on every rank, where ranks differ.
@@ -151,26 +174,27 @@ class Ranks:
             return
         self.number, known = self.known.calls, form in self.known.texts
         self.known.calls += 1
-        self.text = self.known.texts[form] if known else f"{self.function}: {text()}"
+        of_form = self.known.texts[form] if known else f"{self.function}: {text()}"
+        self.text = of_form + now
         if not known:
             self._compare()
-            self.known.texts[form] = self.text
+            self.known.texts[form] = of_form
         digest = hashlib.blake2b(f"{self.number} {self.text}".encode(), digest_size=8).digest()
         self.seal = int.from_bytes(digest) % SEALS.get(dist.get_backend(self.group), FEW_SEALS)
 
     def refuse(self, why: str) -> None:
         """Begin a call that raises an error on this rank, and tell others so; waits for nobody."""
         if self.size > 1:
-            self._write(f"regard/call/{self.known.calls}/{self.rank}", f"{RAISES}{why}")
+            self._write(f"call/{self.known.calls}/{self.rank}", f"{RAISES}{why}")
             self.known.calls += 1
 
     def _compare(self) -> None:
         """Raise an error unless all ranks make this call."""
-        self._write(f"regard/call/{self.number}/{self.rank}", self.text)
-        keys = {rank: f"regard/call/{self.number}/{rank}" for rank in range(self.size)}
+        self._write(f"call/{self.number}/{self.rank}", self.text)
+        keys = {rank: f"call/{self.number}/{rank}" for rank in range(self.size)}
         if missing := self._missing(keys, self.timeout):
             self._write_alive()  # to ranks that know the form, and wait for messages
-            silent = self._missing({r: (f"regard/alive/{r}", keys[r]) for r in missing}, self.timeout)
+            silent = self._missing({r: (f"alive/{r}", keys[r]) for r in missing}, self.timeout)
             if not silent:
                 self._check_same()
             what = f"did not make its call {self.number + 1}, of a new form, within {self.timeout:g} s"
@@ -260,7 +284,7 @@ class Ranks:
         self._write_alive()
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._check_refused(others, error)
-        alive = {rank: f"regard/alive/{rank}" for rank in others}
+        alive = {rank: f"alive/{rank}" for rank in others}
         suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
         missing = self._missing({rank: alive[rank] for rank in suspects}, grace)
         what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, and the connection is closed"
@@ -268,7 +292,7 @@ class Ranks:
             self._lose(missing, what, error)
         if not timed_out:
             self._missing(alive, self.timeout)  # all live, or one of them finds which is lost
-        if not self._has("regard/lost"):
+        if not self._has("lost"):
             self._check_same(error)
             message = f"{self.function}: a message did not arrive, and every rank says that it is alive: {error}"
             self.known.lost = RankError(message)
@@ -276,18 +300,18 @@ class Ranks:
         self._end("", error)
 
     def _write_alive(self) -> None:
-        self._write(f"regard/alive/{self.rank}", f"call {self.number + 1}: {self.text or self.function}")
+        self._write(f"alive/{self.rank}", f"call {self.number + 1}: {self.text or self.function}")
 
     def _check_refused(self, others: Iterable[int], error: Exception) -> None:
         """Raise an error if other ranks raised one in this call, which this rank began."""
-        keys = {rank: f"regard/call/{self.number}/{rank}" for rank in others}
+        keys = {rank: f"call/{self.number}/{rank}" for rank in others}
         texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
         if refused := {rank: text for rank, text in texts.items() if text.startswith(RAISES)}:
             self._end(self._difference(sorted({self.rank: self.text, **refused}.items())), error)
 
     def _check_same(self, error: Exception | None = None) -> None:
         """Raise an error if ranks, which are alive, are in different calls."""
-        keys = {rank: f"regard/alive/{rank}" for rank in range(self.size)}
+        keys = {rank: f"alive/{rank}" for rank in range(self.size)}
         texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
         if len(set(texts.values())) > 1:
             self._end(self._difference(texts.items()), error)
@@ -309,7 +333,7 @@ class Ranks:
         Args:
             ranks: that are lost; none if ranks differ.
         """
-        first = self._ask(lambda store: store.compare_set("regard/lost", "", json.dumps([list(ranks), why])))
+        first = self._ask(lambda store: store.compare_set("lost", "", json.dumps([list(ranks), why])))
         ranks, why = cast("tuple[list[int], str]", json.loads(first))
         end = " " if ranks else "\n"
         message = (
@@ -325,7 +349,7 @@ class Ranks:
         wanted = {rank: (key,) if isinstance(key, str) else key for rank, key in keys.items()}
         while True:
             wanted = {rank: names for rank, names in wanted.items() if not any(map(self._has, names))}
-            if not wanted or self._has("regard/lost") or time.monotonic() > deadline:
+            if not wanted or self._has("lost") or time.monotonic() > deadline:
                 return list(wanted)
             time.sleep(POLL)
 
@@ -344,7 +368,7 @@ class Ranks:
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """The store's answer; it is in the process of rank 0, or in that of torchrun."""
         try:
-            return question(self.group.get_group_store())
+            return question(PrefixStore(f"regard/{self.known.before}", self.group.get_group_store()))
         except (RuntimeError, OSError) as error:
             self.known.lost = RankError(
                 f"{self.function}: the store of the process group does not answer: the process that has it, "

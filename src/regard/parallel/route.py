@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from regard.parallel.layout import Layout
+from regard.parallel.pair_counts import IntervalCounts
 
 if TYPE_CHECKING:
     from regard.describe.mask import Bools, Ints, Mask
 
 MOST = 64
-"""Ranges of a rank that are examined on their own; of more, several are taken for one."""
+"""Ranges of a rank that are examined on their own, where no intervals are known; of more, several are taken for one."""
 
 
 class Visit(NamedTuple):
@@ -90,6 +91,8 @@ class Route:
 def needs_of(mask: "Mask | None", queries: Layout, keys: Layout, offset: int, maps: tuple[int, int]) -> "Bools":
     """[rank, origin]: whether the queries of a rank may see keys of the origin.
 
+    Exact where the keys that the mask keeps are intervals, as `ring_steps` counts them.
+
     Args:
         mask: bound to the sequence.
         offset: position of the first query of the sequence.
@@ -98,12 +101,19 @@ def needs_of(mask: "Mask | None", queries: Layout, keys: Layout, offset: int, ma
     needs = np.outer(np.array(queries.counts) > 0, np.array(keys.counts) > 0)
     if mask is None or not needs.any() or 0 in maps:  # an empty batch has no bounds
         return needs
-    rectangles = import_module("regard.describe.mask").Rectangles  # here: costs are counted before torch is loaded
-    sees, columns = np.zeros_like(needs), _hulls(keys)
+    sees = np.zeros_like(needs)
+    masks = import_module("regard.describe.mask")  # here: costs are counted before torch is loaded
+    intervals = masks.intervals_of(mask, masks.CallSizes(*maps, queries.tokens, keys.tokens, offset))
+    if intervals is not None:
+        counts, (edges, owners) = IntervalCounts(keys.tokens, intervals, offset), keys.pieces
+        for rank in range(queries.ranks):
+            sees[rank, owners[counts.sees(queries.positions(rank), edges)]] = True
+        return sees
+    columns = _hulls(keys)
     b, h, at = (index.ravel() for index in np.indices((*maps, len(columns))))
     for rank, start, stop in _hulls(queries).tolist():
         first, last = (np.full(len(at), edge + offset) for edge in (start, stop))
-        some, _ = mask.bounds(rectangles(b, h, first, last, columns[at, 1], columns[at, 2]))
+        some, _ = mask.bounds(masks.Rectangles(b, h, first, last, columns[at, 1], columns[at, 2]))
         sees[rank, columns[at[some], 0]] = True
     return needs & sees
 

@@ -5,23 +5,27 @@ ranks: after log2(ranks) exchanges every rank has the same bits. (Tree attention
 """
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from regard.attention import cast_by_autocast
 from regard.backend.contract import Backend
 from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
+from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
+from regard.parallel.call import Place, check_layout, digest, first_position, form_of, name_of, text_of
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
 from regard.parallel.rectangle import Formula, Part, empty_state, state_of
-from regard.plan.checks import check_numbers, check_offset, check_readable, check_sink, check_specs
+from regard.plan.checks import check_numbers, check_readable, check_sink, check_specs, check_tensors
 from regard.state import State
 from regard.storage.stored import StoredTensor
 
@@ -47,7 +51,8 @@ def attend_sharded(
     """Attention of queries that every rank has, over keys that are sharded; every rank gets the whole output.
 
     For decoding: each rank reads its own keys, and only a state per query is sent, log2(ranks) times. The arguments are
-    those of `attend`, in positions of the whole sequence of keys. Not differentiable: train with `ring_attend`.
+    those of `attend`, in positions of the whole sequence of keys, and the same on every rank; the contents of q, bias,
+    score and sink are not compared. Not differentiable: train with `ring_attend`.
 
     Args:
         q: [batch, heads, queries, qk_dim], the same on every rank.
@@ -74,42 +79,72 @@ def attend_sharded(
     """
     ranks = Ranks(group, timeout, "attend_sharded")
     formula = Formula(mask, bias, score, scale, softcap, 0.0, backend)
-    if layout.ranks != ranks.size or layout.counts[ranks.rank] != k.shape[2]:
-        error = f"k has {k.shape[2]} tokens on rank {ranks.rank} of {ranks.size}, and the layout is {layout}: "
-        error += f"expected {layout.counts[ranks.rank] if layout.ranks == ranks.size else 'one'} for each rank."
-        ranks.refuse(error)
-        raise ProblemError(error)
-    return attend_pieces(
-        ranks, formula, sink, q, (k, v), pieces_of(layout.positions(ranks.rank)), layout.tokens, offset
-    )
+    try:
+        keys = _keys_of(layout, k, Place(ranks.rank, ranks.size))
+    except RegardError as error:
+        ranks.refuse(str(error))
+        raise
+    return attend_keys(ranks, formula, sink, q, (k, v), keys, offset)
 
 
-def attend_pieces(
+class Keys(NamedTuple):
+    """Where the keys of a sequence are.
+
+    Attributes:
+        tokens: on all ranks.
+        own: the positions of those of this rank.
+        layout: which rank has which, as a text that is the same on every rank.
+    """
+
+    tokens: int
+    own: Pieces
+    layout: str
+
+
+def _keys_of(layout: Layout, k: Tensor, place: Place) -> Keys:
+    check_readable("k", k, axes := "a tensor [batch, kv_heads, keys, qk_dim]")
+    if k.ndim != 4:
+        raise ProblemError(f"k has shape {list(k.shape)}: expected {axes}.")
+    check_layout("layout", layout, "k", k, place)
+    return Keys(layout.tokens, pieces_of(layout.positions(place.rank)), digest(repr(layout.runs)))
+
+
+def attend_keys(
     ranks: Ranks,
     formula: Formula,
     sink: Tensor | None,
     q: Tensor,
     stored: tuple[Tensor | StoredTensor, Tensor | StoredTensor],
-    pieces: Pieces,
-    tokens: int,
+    keys: Keys,
     offset: int | None,
 ) -> Tensor:
-    """The output over all tokens, from this rank's tokens, which are at `pieces`."""
-    k, v = stored
+    """The output over all tokens, from this rank's keys and values."""
     try:
-        formula, first = _bound(ranks, formula, sink, q, stored, tokens, offset)
+        q, k, v = cast_by_autocast(q, *stored)
+        bound, first = _bound(ranks, formula, sink, q, (k, v), keys.tokens, offset)
     except RegardError as error:
         ranks.refuse(str(error))
         raise
-    form = (ranks.function, q.shape, k.shape[1], k.shape[3], v.shape[3], q.dtype, q.device.type, sink is None)
-    numbers = (formula.scale, formula.softcap, *(s if s is None else s.form() for s in (formula.bias, formula.score)))
-    kind = None if formula.mask is None else type(formula.mask)
-    ranks.agree((*form, *numbers, kind), lambda: f"{form[1:]}, {numbers}, mask {kind and kind.__name__}")
+    form = _form(formula, sink, q, k, v)
+    form_text = ", ".join(f"{name} {value}" for name, value in form.items())
+    now = f", mask {text_of(formula.mask)}, {keys.tokens} tokens, offset {first}, layout {keys.layout}"
+    ranks.agree((ranks.function, type(formula.mask), *form.values()), lambda: form_text, now)
     with torch.no_grad():
         queries = ((first, q.shape[2], q.shape[2], q.shape[2]),)
-        state = state_of(formula, Part(q, k, v, queries, pieces)) if pieces else empty_state(q, v.shape[3])
+        state = state_of(bound, Part(q, k, v, queries, keys.own)) if keys.own else empty_state(q, v.shape[3])
         total = merged(ranks, state)
         return (total.out if sink is None else total.with_sink(sink)).to(q.dtype)
+
+
+def _form(
+    f: Formula, sink: Tensor | None, q: Tensor, k: Tensor | StoredTensor, v: Tensor | StoredTensor
+) -> dict[str, Any]:
+    """What must be equal on all ranks, and stays the same while a sequence is decoded."""
+    return {
+        "q": tuple(q.shape), "kv": (k.shape[1], k.shape[3], v.shape[3]), "type": q.dtype, "device": q.device.type,
+        "bias": form_of(f.bias), "score": form_of(f.score), "scale": f.scale, "softcap": f.softcap,
+        "sink": sink is not None, "backend": name_of(f.backend),
+    }  # fmt: skip
 
 
 def _bound(
@@ -126,9 +161,13 @@ def _bound(
     check_unobserved(ranks.function)
     check_specs(f.mask, f.bias, f.score)
     check_numbers(f.scale, f.softcap, f.dropout)
+    check_backend(f.backend)
+    k, v = stored
     check_readable("q", q, "a tensor [batch, heads, queries, qk_dim]")
     if q.ndim != 4:
         raise ProblemError(f"q has shape {list(q.shape)}: expected [batch, heads, queries, qk_dim].")
+    if not isinstance(k, StoredTensor) and not isinstance(v, StoredTensor):
+        check_tensors(q, k, v)
     check_sink(sink, q.shape[1], q)
     learned = (q, *(t for t in (*stored, sink) if isinstance(t, Tensor)), *f.tensors())
     if torch.is_grad_enabled() and any(t.requires_grad for t in learned):
@@ -136,7 +175,7 @@ def _bound(
             f"{ranks.function} is for inference, and a tensor requires a gradient: run under torch.no_grad(), or train "
             "with ring_attend."
         )
-    first = tokens - q.shape[2] if offset is None else check_offset(offset)
+    first = first_position(offset, tokens - q.shape[2])
     sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], tokens, first)
     mask, bias = None if f.mask is None else f.mask.bind(sizes), None if f.bias is None else f.bias.bind(sizes)
     return replace(f, mask=mask, bias=bias), first

@@ -3,6 +3,7 @@
 from functools import reduce
 from itertools import pairwise
 from typing import cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of, positions_of
 from regard.parallel.ranks import TIMEOUT, Ranks
 from regard.parallel.rectangle import Formula
-from regard.parallel.sharded import attend_pieces
+from regard.parallel.sharded import Keys, attend_keys
 from regard.storage.stored import Contiguous, Latent, Paged
 
 
@@ -71,6 +72,7 @@ class ShardedCache:
         self._ranks = Ranks(group, timeout, "ShardedCache")
         self._runs: list[tuple[range, int]] = []
         self._pieces: Pieces = ()
+        self._checksum = 0  # of the runs: the same on every rank
         self._none: tuple[Tensor, Tensor | None] | None = None
 
     @property
@@ -110,6 +112,7 @@ class ShardedCache:
         self._cache.append(k, v)
         self._none = k[:, :, :0], None if v is None else v[:, :, :0]
         self._runs += runs
+        self._checksum = reduce(extended_checksum, runs, self._checksum)
         self._pieces = reduce(extended, own, self._pieces)
 
     def attend(
@@ -138,7 +141,8 @@ class ShardedCache:
         ranks = Ranks(self._group, self._timeout, "ShardedCache.attend")
         formula = Formula(mask, bias, score, scale, softcap, 0.0, backend)
         k, v = self._cache.append(*self._none)  # no tokens: to read what is stored
-        return attend_pieces(ranks, formula, sink, q, (k, v), self._pieces, self.tokens, offset)
+        keys = Keys(self.tokens, self._pieces, f"{self._checksum:08x}")
+        return attend_keys(ranks, formula, sink, q, (k, v), keys, offset)
 
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` tokens, for example drafts that were not accepted; waits for no rank."""
@@ -148,6 +152,7 @@ class ShardedCache:
         own = sum(len(run) for run, rank in runs if rank == self._ranks.rank)
         self._cache.crop(own)
         self._runs = runs
+        self._checksum = reduce(extended_checksum, runs, 0)
         self._pieces = reduce(extended, [run for run, rank in runs if rank == self._ranks.rank], cast(Pieces, ()))
 
     def _dealt(self, tokens: int) -> list[tuple[range, int]]:
@@ -184,6 +189,12 @@ class ShardedCache:
     def __repr__(self) -> str:
         ranks = self._ranks
         return f"ShardedCache({self.tokens:,} tokens, {self.own_tokens:,} on rank {ranks.rank} of {ranks.size})"
+
+
+def extended_checksum(checksum: int, run: tuple[range, int]) -> int:
+    """The checksum of runs, and the ranks that have them, with one more."""
+    positions, rank = run
+    return crc32(f"{positions.start} {positions.stop} {rank} ".encode(), checksum)
 
 
 def extended(pieces: Pieces, run: range) -> Pieces:

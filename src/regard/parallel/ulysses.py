@@ -104,6 +104,11 @@ def attend_on_mesh(
         mesh: of two dimensions, the ring and the ranks that share heads; of one, a ring.
         layout: which tokens each rank of the mesh has, its ranks in the order of `mesh.mesh.flatten()`.
     """
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(
+            f'mesh is {type(mesh).__name__}: expected a DeviceMesh, such as init_device_mesh("cuda", (2, 4)). With a '
+            "process group, call ring_attend or ulysses_attend."
+        )
     if mesh.ndim not in (1, 2):
         raise ProblemError(f"mesh has {mesh.ndim} dimensions: expected (ring, heads), or a ring alone.")
     name = "attend_on_mesh"

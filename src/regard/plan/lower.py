@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias, values_of
-from regard.describe.mask import CallSizes, Mask, Rectangles, bounds_of
+from regard.describe.mask import CallSizes, Mask, Rectangles, bounds_of, intervals_of
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint
@@ -78,7 +78,7 @@ def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
     """Whether intervals or bounds of a mask, bound to a call of these sizes, show that it keeps every pair."""
     if mask.broadcast_shape() != (1, 1):
         return False
-    intervals = mask.intervals(sizes)
+    intervals = intervals_of(mask, sizes)
     if intervals is not None:
         return cover(intervals, sizes)
     q0, keys = sizes.offset, sizes.keys

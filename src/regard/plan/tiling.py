@@ -8,8 +8,8 @@ that stay undecided are evaluated pair by pair, one tile for each signature (`Ma
 import numpy as np
 import torch
 
-from regard.describe.interval import Interval, Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, kept_pairs, marked
+from regard.describe.interval import Interval, Union, step_left
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again, unchanged
@@ -78,7 +78,7 @@ def forget_schedules() -> None:
 
 
 def _intervals(mask: Mask | None, grid: Grid) -> Union:
-    """The kept keys as intervals; None where the closed form is not used."""
+    """The kept keys as intervals; None where the closed form is not used, as for edges that move to the left."""
     if (
         not grid.queries
         or not grid.keys
@@ -88,7 +88,8 @@ def _intervals(mask: Mask | None, grid: Grid) -> Union:
     ):
         return None
     sizes = CallSizes(grid.batch, grid.heads, grid.queries, grid.keys, grid.offset)
-    return [Interval()] if mask is None else mask.intervals(sizes)
+    union = [Interval()] if mask is None else intervals_of(mask, sizes)
+    return None if union is None or any(map(step_left, union)) else union
 
 
 def split_recursively(mask: Mask | None, grid: Grid) -> Schedule:

@@ -43,7 +43,7 @@ def hadamard(x: Tensor) -> Tensor:
     if is_traced() or is_watched(wide) or (wide.requires_grad and torch.is_grad_enabled()):
         return _by_formula(wide, block).to(x.dtype)
     if wide.device.type == "cpu" and wide.numel() <= SMALL:
-        return _rotate_small(wide.detach(), block).to(x.dtype)
+        return _rotate_small(wide.detach().resolve_neg(), block).to(x.dtype)  # numpy has no lazy negation
     out = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     if wide.numel():
         _in_pieces(wide.reshape(-1, block), out.view(-1, block))

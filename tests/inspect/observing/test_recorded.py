@@ -1,5 +1,7 @@
 """What is kept of calls is what was there, in memory or in files, and stays so whatever happens afterwards."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +72,18 @@ def test_halves_are_kept_as_halves(dtype, tmp_path):
         attend(x, x, x)
     assert seen[0].weights.q.dtype == dtype
     assert torch.equal(seen[0].weights.q, x)
+
+
+@pytest.mark.parametrize("to", [None, "calls"])
+@pytest.mark.parametrize("way", [lambda calls: pickle.loads(pickle.dumps(calls)), copy.deepcopy])
+def test_what_is_kept_can_be_pickled_and_copied(way, to, tmp_path):
+    x = torch.randn(1, 2, 5, 4)
+    with observe(values=True, to=to and tmp_path / to) as seen:
+        attend(x, x, x, mask=Causal())
+    (kept,), (other,) = seen, way([*seen])
+    assert repr(other) == repr(kept)
+    assert torch.equal(other.weights.dense(), kept.weights.dense())
+    assert torch.equal(other.out, kept.out)
 
 
 def test_values_and_outputs_are_kept_only_if_asked_for():

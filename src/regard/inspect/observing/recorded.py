@@ -7,6 +7,7 @@ model's calls the disk can (`disk.py`); a file is mapped into memory, so only wh
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
@@ -128,7 +129,7 @@ class Memory:
             bias=self._copy_spec(w.bias),
         )
         copied = Parts(weights, self._copy(parts.v), self._copy(parts.out))
-        return lambda: copied
+        return partial(_in_memory, copied)
 
     def _copy(self, t: Tensor | None) -> Tensor | None:
         """A copy that takes no more than its own memory: q is often a view of a larger tensor."""
@@ -160,6 +161,10 @@ def recorder(to: To) -> Generator[Memory | Folder]:
             yield Folder(Path(own))
     else:
         yield Folder(Path(str(to)))
+
+
+def _in_memory(parts: Parts) -> Parts:
+    return parts
 
 
 def _is_name(value: Any) -> bool:
