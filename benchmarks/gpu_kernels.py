@@ -82,6 +82,10 @@ def variants() -> list[Variant]:
         Variant("span", "bf16", 128, ("careful",)),
         Variant("span", "fp32", 128, ("SOFTCAP", "DISTANCE", "BIAS", "MAPS_HEADS")),
         Variant("merge", "bf16", 128, ("SINK",)),
+        *(Variant("span", "fp32", dim, ("many_rows",)) for dim in (128, 256)),
+        *(Variant("span", "fp32", dim, kind) for dim in (512, 1024) for kind in ((), ("int8",))),
+        *(Variant("span", "bf16", 1024, kind) for kind in ((), ("int8",), ("int4",))),
+        Variant("span", "fp32", 512, ("latent",)),
         *(Variant("span", "bf16", 512, ("latent", *kind)) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
     ]
 
@@ -127,7 +131,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
-    from regard.gpu.gradients import far_blocks
+    from regard.gpu.totals import far_blocks
 
     if variant.kernel == "span":
         return _decoding(variant, chip)
@@ -167,18 +171,22 @@ def _arithmetic(variant: Variant, chip: str) -> dict[str, Any]:
 
 
 def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
-    """The kernel of decoding under a mask: 4 query heads a key head, or the 128 of a latent and 64 rotated channels.
+    """The kernel of decoding under a mask: 4 query heads a key head (64 with "many_rows"), or the 128 of a latent.
+
+    A latent has 64 rotated channels beside it.
 
     "steps" has its mask in tensors of intervals and lengths, "careful" adds values one by one.
     """
     from regard.gpu.decode import span
-    from regard.gpu.few_rows import SPAN, chunk_of, span_blocks
+    from regard.gpu.few_rows import SPAN, Tokens, span_blocks
 
     kind = next((kind for kind in ("int8", "fp8", "int4") if kind in variant.more), "plain")
     dim, pages, latent, steps = variant.dim, *(name in variant.more for name in ("paged", "latent", "steps"))
-    group, rest = (128, 64) if latent else (4, 0)
+    group, rest = (128, 64) if latent else (64 if "many_rows" in variant.more else 4, 0)
     item = 4 if variant.dtype == "fp32" else 2
-    blocks = span_blocks(item, dim, rest, group, CHIPS[chip][3], coded=kind != "plain")
+    cut = span_blocks(item, Tokens(dim, dim, kind, latent, rest), group, CHIPS[chip][3])
+    assert cut is not None
+    blocks, chunk = cut
     careful = "careful" in variant.more
     constants = {
         "GROUP": group, "ROWS": blocks.rows, "KEYS": blocks.tokens, "SPAN": SPAN, "TILE": 128,
@@ -187,7 +195,7 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "RAGGED": steps, "MASKED": not steps, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False,
         "DISTANCE": False, "BIAS": False, **_arithmetic(variant, chip),
         "FLAGS": kind == "plain" and not steps and not careful, "CAREFUL": careful,
-        "CHUNK": chunk_of(dim, coded=kind != "plain") if latent else 0, "UNION": 2 * steps, "SHOWN": steps,
+        "CHUNK": chunk, "UNION": 2 * steps, "SHOWN": steps,
     }  # fmt: skip
     return span, blocks, constants | {name: True for name in variant.more if name in constants}
 

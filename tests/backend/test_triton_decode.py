@@ -1,5 +1,8 @@
 """Decoding by the GPU kernels, run by Triton's interpreter: keys and values are read where they are stored."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from regard import (
     Tree,
     Window,
     attend,
+    explain,
 )
 from regard.backend import triton
 from regard.cache import Codec, Contiguous, Fp8, Int4, Int8, Latent, Layout, Paged, StoredTensor
@@ -241,3 +245,76 @@ def test_batches_of_any_size_have_programs_along_one_axis_alone(monkeypatch: pyt
     q, k = torch.randn(70001, 2, 1, 16), torch.randn(70001, 1, 3, 16)  # CUDA takes 65,535 along the other two axes
     attend(q, k, k.clone(), backend="triton")
     assert grids == [(70001,), (140002,)]
+
+
+def test_biases_of_heads_that_do_not_exist_are_not_read():
+    """A program has 16 rows, of which 3 heads have 3: behind their biases is memory that nothing may read."""
+    program = """
+import ctypes, mmap
+import torch
+from regard import Alibi, Causal, TensorBias, attend
+from regard.backend import triton
+
+GUARD = 1 << 20
+
+def guarded(t):
+    size = t.numel() * t.element_size()
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, whole + GUARD)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + whole), GUARD, 0) == 0
+    return torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=whole - size).view(t.shape).copy_(t)
+
+vectors = triton.vectors
+triton.vectors = lambda *of: None if (found := vectors(*of)) is None else guarded(found)
+q, k = torch.randn(1, 3, 1, 16), torch.randn(1, 1, 61, 16)
+for bias in (TensorBias(guarded(torch.randn(1, 3, 1, 61))), Alibi(3)):
+    both = (attend(q, k, k, mask=Causal(), bias=bias, backend=name) for name in ("triton", "reference"))
+    torch.testing.assert_close(*both, atol=1e-6, rtol=0)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("chip", "item", "tokens", "rows", "expected"),
+    [
+        (99, 2, (128, 128, "plain"), 4, (16, 32, 3, 0)),  # as large as registers allow
+        (227, 4, (256, 256, "plain"), 64, (32, 32, 3, 0)),  # 64 rows took 272 KiB
+        (99, 4, (128, 128, "plain"), 64, (64, 32, 1, 0)),  # two stages took 128 KiB
+        (64, 4, (1024, 1024, "int4"), 4, (16, 16, 1, 0)),  # of AMD's chips, which takes 64 KiB
+        (163, 4, (128, 128, "plain"), 64, (64, 32, 2, 0)),  # three stages took 176 KiB
+        (99, 4, (256, 256, "int8"), 64, (32, 16, 1, 0)),  # 64 rows took 136 KiB
+        (99, 4, (512, 512, "plain"), 4, (16, 16, 1, 0)),  # two stages took 132 KiB
+        (99, 4, (512, 512, "plain", True, 64), 128, (16, 16, 1, 128)),  # all of q took 136 KiB
+        (99, 2, (1024, 1024, "int8"), 4, (16, 16, 1, 0)),  # two stages took 115 KiB
+        (163, 4, (1024, 1024, "plain"), 4, (16, 16, 1, 128)),  # all of q took 192 KiB
+        (227, 4, (1024, 1024, "plain"), 4, (16, 16, 1, 0)),  # two stages took 260 KiB
+    ],
+)
+def test_a_span_is_cut_so_that_it_fits_the_shared_memory_of_the_chip(
+    chip: int, item: int, tokens: Any, rows: int, expected: tuple[int, ...]
+):
+    from regard.gpu.few_rows import Tokens, span_blocks
+
+    cut = span_blocks(item, Tokens(*tokens), rows, chip * KIB)
+    assert cut is not None
+    assert (cut.blocks.rows, cut.blocks.tokens, cut.blocks.stages, cut.chunk) == expected
+
+
+def test_a_chip_without_room_for_the_smallest_span_has_none():
+    from regard.gpu.few_rows import Tokens, span_blocks
+
+    assert span_blocks(4, Tokens(1024, 1024, "int4"), 4, 99 * KIB) is None
+    assert span_blocks(4, Tokens(1024, 1024, "int4"), 4, 163 * KIB) is not None
+
+
+def test_a_gpu_of_an_older_generation_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton, "_capability", lambda: (7, 5))
+    q = torch.zeros(1, 2, 1, 64, device="meta")
+    with pytest.raises(RefusalError, match=r"compute capability 8\.0 or newer, and this one has 7\.5"):
+        explain(q, q, q, device="cuda", backend="triton")

@@ -71,6 +71,13 @@ def test_half_types(dtype: torch.dtype):
     agree(Weights.of(called(q, k, mask=Causal())), 3, torch.randn(1, 130, 140))
 
 
+@pytest.mark.parametrize("sink", [None, torch.tensor([0.5, -1e9, -torch.inf, torch.finfo(torch.float32).min])], ids=str)
+def test_rows_hidden_by_a_finite_number_have_the_weights_of_their_softmax(sink: Tensor | None):
+    bias = torch.randn(2, 1, 37, 141)
+    bias[:, :, 5:9], bias[:, :, 20] = torch.finfo(torch.float32).min, -1e9
+    agree(drawn(37, 141, mask=Causal(), bias=TensorBias(bias), sink=sink), 3)
+
+
 def test_tensors_may_be_negated_lazily():
     q, k, bias = (cast(Any, torch)._neg_view(-t) for t in torch.randn(3, 1, 2, 37, 37))
     agree(Weights.of(called(q, k, mask=Causal(), bias=TensorBias(bias))), 3, torch.randn(1, 2, 37))

@@ -432,13 +432,13 @@ def test_a_model_that_transformers_would_leave_as_it_is_gets_the_attention_of_re
 
 def test_models_in_a_model_get_their_attention_back():
     text, vision = LlamaConfig(vocab_size=11, **SMALL), CLIPVisionConfig(image_size=8, patch_size=4, **SMALL)
-    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=10)
+    config: Any = LlavaConfig(text_config=text, vision_config=vision, image_token_index=10)
     made = LlavaForConditionalGeneration(config)
     made.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
     for block in (continuous_batching(made), with_implementation(made, "regard")):
         with block:
-            assert made.config.vision_config._attn_implementation != "eager"
-        configs: list[Any] = [config, text, vision]
+            assert config.vision_config._attn_implementation != "eager"
+        configs = config, config.text_config, config.vision_config
         assert [each._attn_implementation for each in configs] == ["sdpa", "sdpa", "eager"]
 
 

@@ -74,7 +74,7 @@ def span(
     parts = tl.cdiv(GROUP * queries, ROWS)
     b = part // parts
     r = part % parts * ROWS + tl.arange(0, ROWS)
-    h = g * GROUP + r // queries
+    h = g * GROUP + tl.minimum(r // queries, GROUP - 1)  # rows that are not real read biases of a head that exists
     i = r % queries
     real = r < GROUP * queries
     c = tl.arange(0, DIM_PADDED)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.errors import RefusalError
 from regard.gpu import decode as kernels
 from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import (
@@ -26,38 +27,93 @@ SPAN = 1024
 """Keys of a program."""
 
 CHUNK = 128
-"""See `chunk_of`."""
+"""Dimensions that scores are summed over at once where all of them are too many; see `span_blocks`."""
+
+AMD = 64 << 10
+"""Bytes of shared memory of AMD's chips; those of NVIDIA have more."""
 
 LARGEST_DIM = 1024
 """Dimensions of a head that the kernel reads: a latent and its rotated key have 576."""
 
 
-def span_blocks(item: int, dim: int, rest: int, rows: int, shared: int, *, coded: bool) -> Blocks:
+class Tokens(NamedTuple):
+    """Keys and values as a program reads them; dimensions are padded."""
+
+    k_dim: int  # without the rest
+    v_dim: int
+    kind: str  # plain, or codes, which need registers to be decoded in
+    in_keys: bool = False  # whether values are the first channels of keys
+    rest: int = 0  # dimensions that keys have and values lack, if they are
+
+
+class SpanBlocks(NamedTuple):
+    """How the kernel of spans is cut."""
+
+    blocks: Blocks
+    chunk: int  # dimensions that scores are summed over at once, which is a loop in the kernel; 0: all
+
+
+def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | None:
     """For the kernel of spans, whose programs have rows of the queries and heads that share a key head.
 
     Args:
         item: bytes of an element of q.
-        dim: padded dimensions of a head, the larger of keys and values.
-        rest: padded dimensions that keys have and values lack, where values are the first channels of keys.
         rows: queries of the heads of a key head.
         shared: bytes of shared memory that a program may have.
-        coded: whether keys and values are codes, which need registers to be decoded in.
+
+    Returns:
+        None if the smallest program needs more.
     """
+    blocks, dim = preferred_blocks(item, t, rows, shared), max(t.k_dim, t.v_dim)
+    # all of q in registers leave too few for decoding large latents
+    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else 0
+    if shared <= AMD:  # which needs no second part of float32: all of these fit
+        return SpanBlocks(blocks, chunk)
+    fewer_stages = [blocks._replace(stages=n) for n in range(blocks.stages, 0, -1)]
+    fewer_rows = [blocks._replace(rows=n, stages=1) for n in (32, 16) if n < blocks.rows]
+    cuts = [SpanBlocks(one, chunk) for one in (*fewer_stages, *fewer_rows)]
+    if dim > 256:
+        cuts.append(SpanBlocks(Blocks(16, 16, 16, warps=8, stages=1), min(CHUNK, t.k_dim)))
+    return next((cut for cut in cuts if span_memory(cut, item, t) <= shared), None)
+
+
+def preferred_blocks(item: int, t: Tokens, rows: int, shared: int) -> Blocks:
+    """The blocks for keys and values that fit in shared memory with few stages."""
+    coded, dim = t.kind != "plain", max(t.k_dim, t.v_dim)
     tokens = 16 if coded or (item == 4 and dim > 256) else 32
     if dim <= 256:
-        blocks = Blocks(min(64, padded(rows)), tokens, tokens, warps=4, stages=3)
-        return fitting(blocks, (dim + rest) * item, (2 * dim + rest) * item, 0, shared)
-    most = 16 if coded or item == 4 or shared <= 64 << 10 else 32  # 64 rows would spill 600 bytes of registers
+        # 64 rows of 256 float32 would spill 1,500 to 11,800 bytes
+        most = 32 if item == 4 and dim > 128 and not coded and shared > AMD else 64
+        blocks = Blocks(min(most, padded(rows)), tokens, tokens, warps=4, stages=3)
+        return fitting(blocks, (dim + t.rest) * item, (2 * dim + t.rest) * item, 0, shared)
+    most = 16 if coded or item == 4 or shared <= AMD else 32  # 64 rows would spill 600 bytes of registers
     blocks = Blocks(min(most, padded(rows)), tokens, tokens, warps=8, stages=2)
-    return fitting(blocks, (dim + rest) * item, (dim + rest) * item, 0, shared)
+    return fitting(blocks, (dim + t.rest) * item, (dim + t.rest) * item, 0, shared)
 
 
-def chunk_of(dim: int, *, coded: bool) -> int:
-    """Dimensions of latents that scores are summed over at once, which is a loop in the kernel; 0 for all.
+def span_memory(cut: SpanBlocks, item: int, t: Tokens) -> int:
+    """Bytes of shared memory that Triton 3.7 gives a program, or a few more, as measured by `./bench gpu-kernels`.
 
-    All of q in registers leave too few for decoding large latents.
+    Products of float32 are of two parts, so queries are there twice. Blocks of tokens that are loaded ahead are there
+    beside what the product of the block before needs, and codes beside what is decoded of them.
     """
-    return CHUNK if coded and dim > CHUNK else 0
+    (rows, tokens, _, _, stages), chunk = cut.blocks, cut.chunk
+    wide, k_dim = item == 4, (chunk or t.k_dim) + t.rest
+    queries, keys, values = ((2 if wide else 1) * rows * k_dim * item, tokens * k_dim * item, tokens * t.v_dim * item)
+    k_codes, v_codes = tokens * k_dim, tokens * t.v_dim
+    if chunk:
+        return max(queries + keys, 4 * v_codes * (2 if wide and t.kind == "int4" else 1))
+    if t.in_keys:
+        return queries + keys + 16 * t.v_dim * item
+    if stages == 1:
+        largest = max(keys, values)
+        of_kind = {"plain": largest, "int4": 2 * largest + 128 * rows}.get(t.kind, largest // 2)
+        return queries + of_kind + (0 if wide else 4 * rows * tokens)
+    rest = (16 if wide else 10) * rows * tokens + (rows * k_dim * item // 2 if stages > 2 else 0)
+    if t.kind == "plain":
+        return queries + (stages - 1) * (keys + values) + rest
+    codes = 4 * k_codes + v_codes + (values if wide else 0) if t.kind == "int4" else 2 * k_codes + v_codes
+    return queries + keys + codes + rest
 
 
 _SPAN: Any = kernels.span
@@ -167,9 +223,8 @@ def _run(
     nothing, group, union = into[1], heads // kv_heads, seen.intervals
     in_keys = is_in_keys(k, v) and v_dim <= dim
     rest = dim - v_dim if in_keys else 0
-    largest = padded(max(dim - rest, v_dim))
-    blocks = _blocks(i, largest, padded(rest) if rest else 0, group * queries, coded=k.kind != "plain")
-    chunk = chunk_of(dim - rest, coded=k.kind != "plain") if in_keys else 0
+    tokens = Tokens(padded(dim - rest), padded(v_dim), k.kind, in_keys, padded(rest) if rest else 0)
+    blocks, chunk = _blocks(i, tokens, group * queries)
     programs = spans * kv_heads * -(-group * queries // blocks.rows) * batch
     flagged = tiles.masked and v.kind == "plain"  # codes are finite
     flags = torch.empty(programs, dtype=torch.int32, device=i.q.device) if flagged else tiles.kinds
@@ -196,10 +251,16 @@ def _run(
             )  # fmt: skip
 
 
-def _blocks(i: Inputs, dim: int, rest: int, rows: int, *, coded: bool) -> Blocks:
-    if i.q.device.type == "cpu":
-        return Blocks(min(64, padded(rows)), 32, 32, warps=1, stages=1)
-    return span_blocks(i.q.element_size(), dim, rest, rows, shared_memory(i.q.device), coded=coded)
+def _blocks(i: Inputs, t: Tokens, rows: int) -> SpanBlocks:
+    item, cpu = i.q.element_size(), i.q.device.type == "cpu"
+    cut = span_blocks(item, t, rows, 227 << 10 if cpu else shared_memory(i.q.device))
+    if cut is None:
+        raise RefusalError(
+            f"triton cannot decode {t.kind} values of {t.v_dim} dimensions in {i.q.dtype} on this GPU: its smallest "
+            f"program needs 128 KiB of shared memory, and there are {shared_memory(i.q.device) >> 10}. Call in "
+            "bfloat16, or pass backend='reference'."
+        )
+    return cut._replace(blocks=Blocks(min(64, padded(rows)), 32, 32, warps=1, stages=1)) if cpu else cut
 
 
 def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:

@@ -1,17 +1,11 @@
 """The gradients of a call: starts the backward kernels."""
 
-import math
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from regard.gpu.backward import gradient_of_keys, gradient_of_queries
 from regard.gpu.call import Call, Inputs
-from regard.gpu.far_rows import far_rows
 from regard.gpu.launch import (
-    LARGE_FLOAT32,
-    Blocks,
     biases,
     blocks_of,
     constants,
@@ -23,46 +17,11 @@ from regard.gpu.launch import (
     section,
 )
 from regard.gpu.tables import by_key, by_query
+from regard.gpu.totals import Totals, totals
 from regard.state import State
 
 KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": False, "DV": True})
 """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
-
-
-def far_blocks(item: int, dim: int) -> Blocks:
-    """Of `far_rows`, which seldom computes anything: by the bytes of an element and the padded dimensions of a head."""
-    return LARGE_FLOAT32 if item == 4 and dim > 128 else Blocks(64, 32, 32, warps=8, stages=1)
-
-
-FAR_CONSTANTS = (
-    "MAPS_BATCH", "MAPS_HEADS", "TILE", "ROWS", "PATCH", "DIM", "DIM_PADDED", "SOFTCAP", "DISTANCE", "BIAS", "WIDE",
-    "PRECISION",
-)  # fmt: skip
-"""Of `constants`, what `far_rows` is compiled for."""
-
-LN2 = math.log(2)
-
-
-class Totals(NamedTuple):
-    """The log-sum-exp of rows, natural logarithm: top + rest * ln 2. See `far_rows.py`."""
-
-    top: Tensor  # float32 [batch, heads, queries]
-    rest: Tensor | None  # the same; None without biases, where it is 0
-
-    def with_sink(self, sink: Tensor) -> "Totals":
-        """With one more column, the sink of each head."""
-        column = sink[:, None].expand_as(self.top)
-        if self.rest is None:
-            return Totals(torch.logaddexp(self.top, column), None)
-        above = torch.maximum(self.top, column)
-        safe = above.masked_fill(above == -torch.inf, 0.0)
-        total = torch.exp((self.top - safe) + self.rest * LN2) + torch.exp(column - safe)
-        return Totals(above, torch.log2(total).masked_fill(total == 0, 0.0))
-
-    def above(self, other: "Totals") -> Tensor:
-        """How far it is above another, natural logarithm."""
-        rest = sum(sign * t.rest * LN2 for sign, t in ((1, self), (-1, other)) if t.rest is not None)
-        return (self.top - other.top) + rest
 
 
 def gradients(
@@ -76,15 +35,15 @@ def gradients(
         dout = dout.masked_fill((state.lse == -torch.inf)[..., None], 0.0)
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = (state.out.float() * dout.float()).sum(3)  # [batch, heads, queries]
-    totals, dsink = _totals(call, i, state.lse), None
+    total, dsink = totals(call, i, state.lse), None
     if i.sink is not None:
-        own, totals = totals, totals.with_sink(i.sink)
+        own, total = total, total.with_sink(i.sink)
         share = torch.sigmoid(-own.above(Totals(i.sink[:, None], None)))  # of a sink of +inf 1
         dsink = -(share * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
-        dlse = None if dlse is None else dlse * torch.exp(totals.above(own))
+        dlse = None if dlse is None else dlse * torch.exp(total.above(own))
     if dlse is not None:
         delta = delta - dlse.masked_fill(state.lse == -torch.inf, 0.0)
-    top, rest = totals.top, totals.top if totals.rest is None else totals.rest
+    top, rest = total.both
     wide = torch.float32 if i.q.device.type == "cpu" else i.q.dtype  # as in `empty_output`
     dq, dk, dv = (torch.empty(t.shape, dtype=wide, device=t.device) for t in (i.q, i.k, i.v))
     ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
@@ -113,23 +72,3 @@ def gradients(
         dbias = dbias.to(i.bias.dtype)
     dq, dk, dv = (t.to(i.q.dtype) for t in (dq, dk, dv))
     return dq, dk, dv, dsink, ddistance, dbias
-
-
-def _totals(call: Call, i: Inputs, lse: Tensor) -> Totals:
-    lse = lse.contiguous()
-    if i.distance is None and i.bias is None:
-        return Totals(lse, None)
-    if call.is_part:  # other keys are part of the total, too
-        return Totals(lse, torch.zeros_like(lse))
-    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
-    blocks = far_blocks(i.q.element_size(), padded(dim))
-    of_all = constants(call, i, blocks)
-    top, rest = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
-    launch(
-        far_rows, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        i.q, i.k, lse, top, rest, *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, lse),
-        *by_query(s, i.q.device),
-        *(batch, heads, heads // i.k.shape[1], queries, i.k.shape[2], section(i), call.scale, call.softcap or 0.0),
-        **{name: of_all[name] for name in FAR_CONSTANTS},
-    )  # fmt: skip
-    return Totals(top, rest)

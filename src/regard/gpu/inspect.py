@@ -9,6 +9,7 @@ from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import LARGE_FLOAT32, Blocks, biases, launch, padded, precision, run, section
 from regard.gpu.sweep import sweep
 from regard.gpu.tables import by_query
+from regard.gpu.totals import totals
 
 MOST_VECTORS = 128
 """Vectors whose means one start of the forward kernel computes."""
@@ -34,12 +35,12 @@ def sweep_blocks(item: int, dim: int) -> Blocks:
 
 
 def sums(
-    i: Inputs, total: Tensor, call: Call, *, offset: int, bins: int, cell: int, cells: tuple[int, int]
+    i: Inputs, lse: Tensor, call: Call, *, offset: int, bins: int, cell: int, cells: tuple[int, int]
 ) -> Sums:  # fmt: skip
-    """The sums over all weights; v and the sink of the inputs are not read.
+    """The sums over all weights; v of the inputs is not read.
 
     Args:
-        total: float32 [batch, heads, queries], log-sum-exp of each row with its sink.
+        lse: float32 [batch, heads, queries], log-sum-exp of each row without its sink.
         bins: at most 32; the last one has all larger distances.
         cell, cells: pairs per side of a cell of the picture, and cells of its sides; 0 and (1, 1) for no picture.
     """
@@ -51,10 +52,12 @@ def sums(
     columns = torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
     mean = torch.zeros(batch, heads, *cells, dtype=torch.float64, device=device)
     largest = torch.zeros(batch, heads, *cells, dtype=torch.int32, device=device)
+    total = totals(call, i, lse)
+    total = total if i.sink is None else total.with_sink(i.sink)
     launch(
         sweep, batch * heads * tiles.query_tiles * tiles.tile // blocks.rows, blocks, device,
-        i.q, i.k, total.contiguous(), mass, entropy, squares, top, top_key, of_bins, columns, mean, largest,
-        *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, total), *by_query(tiles, device),
+        i.q, i.k, *total.both, mass, entropy, squares, top, top_key, of_bins, columns, mean, largest,
+        *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, mass), *by_query(tiles, device),
         batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0,
         offset, max(cell, 1), *cells,
         MAPS_BATCH=tiles.maps[0] > 1, MAPS_HEADS=tiles.maps[1] > 1, TILE=tiles.tile, ROWS=blocks.rows,

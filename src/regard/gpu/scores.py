@@ -94,9 +94,15 @@ def weighed_by(total):
 @triton.jit
 def weights_of(s, top, rest, BIASED: tl.constexpr):
     """The weights of scores s, from what `totals_of` gave."""
+    return tl.exp2(powers_of(s, top, rest, BIASED))
+
+
+@triton.jit
+def powers_of(s, top, rest, BIASED: tl.constexpr):
+    """The logarithms of the weights in base 2."""
     if BIASED:
-        return tl.exp2(tl.minimum((s - top) * LOG2E - rest, 0.0, propagate_nan=tl.PropagateNan.ALL))
-    return tl.exp2(s * LOG2E - top)
+        return tl.minimum((s - top) * LOG2E - rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return s * LOG2E - top
 
 
 @triton.jit

@@ -9,12 +9,12 @@ additions in float64: their order differs from run to run, and float32 does not 
 import triton
 import triton.language as tl
 
-from regard.gpu.scores import LOG2E, OF_ANY_VALUE, bits_of, capped, unit_of, weighed_by, with_biases
+from regard.gpu.scores import LOG2E, OF_ANY_VALUE, bits_of, capped, powers_of, totals_of, unit_of, with_biases
 
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def sweep(
-    q, k, total, mass, entropy, squares, top, top_key, bins, columns, mean, largest,
+    q, k, total, rest, mass, entropy, squares, top, top_key, bins, columns, mean, largest,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
@@ -26,7 +26,7 @@ def sweep(
     """What `regard.inspect.sweep.Sweep` has, by the same names; the sink is not added.
 
     Args:
-        total: log-sum-exp of each row with its sink, natural logarithm, [batch, heads, queries].
+        total, rest: log-sum-exp of each row with its sink, [batch, heads, queries], as `totals.py` has it.
         columns: float64 zeros [batch, heads, keys]; mean: float64 zeros, sums of cells; largest: zeros, the bits of
             weights, which are in the order of the weights.
     """
@@ -48,7 +48,9 @@ def sweep(
         if WIDE:
             rows = rows.to(tl.float32)
         at = row64 * queries + i
-        sums_of = weighed_by(tl.load(total + at, mask=i < queries, other=float("-inf")))
+        sums_of, rest_of = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
+            total, rest, at, i < queries, DISTANCE or BIAS
+        )
         of_mass = tl.zeros([ROWS], tl.float32)
         of_entropy = tl.zeros([ROWS], tl.float32)
         of_squares = tl.zeros([ROWS], tl.float32)
@@ -64,7 +66,7 @@ def sweep(
             for j0 in tl.range(first, stop, KEYS):
                 of_mass, of_entropy, of_squares, of_top, of_key, of_bins = _step(
                     of_mass, of_entropy, of_squares, of_top, of_key, of_bins, into_columns, into_mean, into_largest,
-                    rows, sums_of, i, j0, base_k, k_token, c, -1, words,
+                    rows, sums_of, rest_of, i, j0, base_k, k_token, c, -1, words,
                     base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
                     offset, cell, cells_across,
                     TILE, KEYS, DIM, BINS, SOFTCAP, DISTANCE, BIAS, PICTURE, WIDE, PRECISION,
@@ -76,7 +78,7 @@ def sweep(
             pattern = tl.load(patch_pattern + step // steps)
             of_mass, of_entropy, of_squares, of_top, of_key, of_bins = _step(
                 of_mass, of_entropy, of_squares, of_top, of_key, of_bins, into_columns, into_mean, into_largest,
-                rows, sums_of, i, j0, base_k, k_token, c, pattern, words,
+                rows, sums_of, rest_of, i, j0, base_k, k_token, c, pattern, words,
                 base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
                 offset, cell, cells_across,
                 TILE, KEYS, DIM, BINS, SOFTCAP, DISTANCE, BIAS, PICTURE, WIDE, PRECISION,
@@ -94,7 +96,7 @@ def sweep(
 @triton.jit
 def _step(
     of_mass, of_entropy, of_squares, of_top, of_key, of_bins, into_columns, into_mean, into_largest,
-    rows, sums_of, i, j0, base_k, k_token, c, pattern, words,
+    rows, sums_of, rest_of, i, j0, base_k, k_token, c, pattern, words,
     base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap, offset, cell, cells_across,
     TILE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BINS: tl.constexpr, SOFTCAP: tl.constexpr,
     DISTANCE: tl.constexpr, BIAS: tl.constexpr, PICTURE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,7 +112,7 @@ def _step(
         s, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
     )
     keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys) & (i[:, None] < queries)
-    power = s * LOG2E - sums_of[:, None]
+    power = powers_of(s, sums_of[:, None], rest_of[:, None], DISTANCE or BIAS)
     a = tl.where(keep, tl.exp2(power), 0.0)
     of_mass += tl.sum(a, 1)
     of_entropy -= tl.sum(tl.where(a == 0.0, 0.0, a * power), 1) / LOG2E

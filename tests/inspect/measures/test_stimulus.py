@@ -144,6 +144,12 @@ def test_pieces_of_characters_show_their_bytes():
     assert readable(tokenizer, tokenizer("€")["input_ids"][:2]) == ("⋯", "\\xe2\\x82")
 
 
+def test_tokens_added_to_a_byte_level_vocabulary_are_text():
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["café"])
+    assert readable(tokenizer, tokenizer("the café")["input_ids"])[-1] == "café"
+
+
 @pytest.mark.parametrize(
     ("piece", "seen"),
     [("▁the", " the"), ("<0x0A>", "\n"), ("<0xE2>", "\\xe2"), ("é", "é"), ("##", "##"), ("###", "###")],

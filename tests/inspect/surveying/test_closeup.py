@@ -8,7 +8,8 @@ import torch
 
 from regard import Alibi, Causal, Dilated, Documents, Prefix, T5Bias, TensorBias, TensorMask, Window
 from regard.inspect.surveying import closeup
-from regard.inspect.surveying.closeup import Pair, close_up, close_up_rows, strongest, visible_runs
+from regard.inspect.surveying.closeup import CloseUpCollector, Pair, close_up, close_up_rows, strongest, visible_runs
+from regard.inspect.surveying.kinds import Head
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import CASES, HEADS, KEYS, QUERIES, called, definition, drawn
 
@@ -223,3 +224,12 @@ def test_the_strongest_pairs_of_a_window_compute_what_the_window_keeps(monkeypat
     assert {(pair.query, pair.key): pair.weight for pair in found} == pytest.approx(
         {(pair.query, pair.key): everything[pair.query, pair.key] for pair in found}, rel=1e-5
     )
+
+
+def test_a_selected_head_without_a_close_up_has_a_note():
+    weights = Weights.of(drawn(bias=TensorBias(torch.randn(QUERIES, KEYS)))).only(0)
+    collector = CloseUpCollector([(4, 1)], others=False)
+    collector.offer(weights, [Head(4, head, 0, {}) for head in range(2)])
+    (note,) = collector.notes
+    assert "Head 4.1 has no close-up" in note
+    assert collector.of([]) == ()

@@ -198,7 +198,16 @@ def test_what_names_no_layer_head_measure_or_count_is_an_error(asked, said, llam
             refusing(llama, tokenizer, TEXT, **asked)
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "text is NoneType"), (b"a b", "text is bytes"), (["a"], "is list")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "text is NoneType"),
+        (b"a b", "text is bytes"),
+        (["a"], "is list"),
+        ("a\ud800b", r"the text has the surrogate '\\ud800' at 1: expected characters of UTF-8"),
+    ],
+    ids=["nothing", "bytes", "list", "surrogate"],
+)
 def test_what_is_no_text_is_an_error(text, said, llama, tokenizer):
     for refusing in (check, survey):
         with pytest.raises(ProblemError, match=said):

@@ -178,13 +178,13 @@ def _outputs_of_attention(attending: str, later: list[ModuleTensor]) -> list[int
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
+    return a.dtype == b.dtype and torch.equal(a, b.to(a.device))
 
 
 def _is_sum(total: Tensor, *terms: Tensor) -> bool:
     """Whether `total` is the sum of the terms: at most two additions, each rounded by at most eps / 2 of its terms."""
     eps = max(torch.finfo(one.dtype).eps for one in (total, *terms))
-    exact = torch.stack([term.double() for term in terms])
+    exact = torch.stack([term.to(total.device).double() for term in terms])  # a block may take tokens of another device
     return bool(((total.double() - exact.sum(0)).abs() <= eps * exact.abs().sum(0)).all())
 
 
@@ -252,7 +252,7 @@ class _RunningBlock:
     def _tokens(self) -> Tensor:
         a, mlp = self._branch_outputs[self._parts.attention], self._parts.mlp
         if self.skips:
-            return self._x + a
+            return self._x.to(a.device) + a
         if mlp is None or not self._mlps:
             return a
         return self._branch_outputs[mlp] if self._parts.entrance is not None else a + self._branch_outputs[mlp]

@@ -74,7 +74,7 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
     if x.ndim < 2 or (rows is not None and rows.shape != x.shape[:-1]):
         received = "" if rows is None else f" and rows {list(rows.shape)}"
         raise ProblemError(f"x is {list(x.shape)}{received}: expected [..., tokens, width], and rows [..., tokens].")
-    counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.to(x.dtype)
+    counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.to(x)
     counts = counts[..., None]
     x = x.masked_fill(counts == 0, 0.0)  # padding may be NaN
     mean = (x * counts).sum(-2, keepdim=True) / counts.sum(-2, keepdim=True)
@@ -120,7 +120,8 @@ def rank_collapse(
     for variant in dict.fromkeys(variants):
         with run_variant(model, found, variant):
             layers = _layer_runs(model, run, tuple(blocks))
-        after[variant] = torch.stack([residual(layer.after.double(), rows) for layer in layers])
+        residuals = [residual(layer.after.double(), rows) for layer in layers]
+        after[variant] = torch.stack([one.to(residuals[0].device) for one in residuals])  # layers may be on several
     return RankCollapse(tuple(layer.path for layer in layers), residual(layers[0].before.double(), rows), after)
 
 

@@ -133,6 +133,7 @@ def rollout(weights: Sequence[Weights], rows: Sequence[int], tick: Tick | None =
     """
     counted, found = chosen_rows(rows, weights)
     for layer in reversed(weights):
+        found = found.to(layer.q.device)  # layers may be on several
         found = (found + through(found, layer, lambda tile: tile.weights.mean(1))) / 2
         if tick is not None:
             tick()
@@ -200,6 +201,7 @@ def gradient_attention(
     gradients = _gradients(y, layers)
     counted, found = chosen_rows(rows, [layer.weights for layer in layers])
     for layer, gradient in zip(reversed(layers), reversed(gradients), strict=True):
+        found = found.to(layer.out.device)  # layers may be on several
         found = found + through(found, layer.weights, _weighted_by_gradient(layer.v, gradient))
         if tick is not None:
             tick()

@@ -53,8 +53,9 @@ def weighed(weights: Weights, dots: Tensor, rows: Tensor, keys: Tensor) -> Tenso
     """
     bias = None if weights.bias is None else weights.bias.value(*coordinates(weights, rows, keys))
     scores = cap_and_bias(dots, weights.softcap, bias)
-    total = weights.total.unflatten(1, (weights.k.shape[1], -1))[..., None]
-    return scores.sub_(_gather(total, rows[:, None])[..., 0]).clamp_(max=MOST).exp_()
+    heads = weights.k.shape[1], -1
+    of_rows = weights.totals.at(lambda t: _gather(t.unflatten(1, heads)[..., None], rows[:, None])[..., 0])
+    return of_rows.logs(scores).clamp_(max=MOST).exp_()
 
 
 def kept(weights: Weights, rows: Tensor, keys: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class Inputs:
                 continue
             if tuple(part.shape) != shape:
                 raise ProblemError(f"{name} are {list(part.shape)} for the keys of a call: expected {list(shape)}.")
-            parts.append(part.to(self.weights.dtype))
+            parts.append(part.to(parts[0]))
         most = max(part.shape[0] for part in parts)
         return torch.cat([part.expand(most, -1, -1) for part in parts], dim=1)
 

@@ -68,7 +68,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     >>> found.accuracy.value, found.baseline, found.offset
     (tensor([[0.5000]]), 1.0, 2)
     """
-    pairs = torch.as_tensor(pairs)
+    pairs = torch.as_tensor(pairs, device=weights.q.device)
     _check(weights, pairs)
     batch, heads, _, _ = weights.shape
     shape = batch, heads, len(pairs)

@@ -214,7 +214,7 @@ class CloseUpCollector:
     The most remarkable heads are known only at the end, so a few candidates of each kind are stored.
 
     Args:
-        selected: heads (layer, head) that always get a close-up.
+        selected: heads (layer, head) that get a close-up, or a note where there is none.
         others: whether other heads get one; not needed if a picture shows every weight.
     """
 
@@ -249,6 +249,16 @@ class CloseUpCollector:
                 break
             others.append(close)
         return (*selected, *others)
+
+    @property
+    def notes(self) -> list[str]:
+        """A note for each selected head that has no close-up."""
+        return [
+            f"Head {layer}.{head} has no close-up: a page computes weights from queries, keys, runs of visible keys "
+            "and a bias by distance, and its mask or its bias is another. `regard.inspect.observe` reads its weights."
+            for layer, head in self._selected
+            if (layer, head) not in self._kept
+        ]
 
     def _consider(self, weights: Weights, head: Head) -> None:
         """Store the head's close-up if it is among the strongest of its kind."""

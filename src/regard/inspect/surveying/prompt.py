@@ -58,10 +58,22 @@ def _check(tokenizer: Any, text: Any, tokens: Any, new_tokens: Any) -> None:
         raise ProblemError(f"text is {type(text).__name__}: expected the text to read, a str.")
     if not text.strip():
         raise ProblemError("the text is empty: expected a sentence or more.")
+    _check_characters(text)
     if not is_integer(new_tokens, 0):
         raise ProblemError(f"new_tokens is {new_tokens!r}: expected the number of tokens to generate, 0 or more.")
     if tokens is not None and not is_integer(tokens, 2):
         raise ProblemError(f"tokens is {tokens!r}: expected the number of tokens of the text to read, 2 or more.")
+
+
+def _check_characters(text: str) -> None:
+    """Raise `ProblemError` for a surrogate, which UTF-8 does not have, and tokenizers do not read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ProblemError(
+            f"the text has the surrogate {text[error.start]!r} at {error.start:,}: expected characters of UTF-8; "
+            'replace it, as text.encode(errors="replace").decode() does.'
+        ) from None
 
 
 def _beyond(model: SurveyedModel, tokens: int, room: int) -> list[str]:
@@ -129,12 +141,13 @@ def readable(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
     Byte-level tokens (`Ġthe`, `Ċ`) become the text that their bytes spell (` the`, a line break). Where several tokens
     spell one character the last one shows it, and those before show `⋯`; bytes that no token completes stay bytes
     (`\xe2\x80`). SentencePiece's `▁` becomes a space and `<0x0A>` its byte; the `##` of a WordPiece tokenizer goes.
-    Special tokens stay as they are.
+    Special tokens stay as they are, and so do tokens that were added to a byte-level vocabulary, which are text.
     """
-    byte_level, special = _is_byte_level(tokenizer), set(tokenizer.all_special_ids)
+    byte_level, as_is = _is_byte_level(tokenizer), set(tokenizer.all_special_ids)
+    as_is |= set(tokenizer.get_added_vocab().values()) if byte_level else set()
     prefix = "##" if _is_word_piece(tokenizer) else ""
     spelled = [
-        _special(piece) if i in special else _bytes_or_text(piece, byte_level, prefix)
+        _as_it_is(piece) if i in as_is else _bytes_or_text(piece, byte_level, prefix)
         for i, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
     ]
     shown: list[str] = []
@@ -152,7 +165,7 @@ def _decode(run: list[bytes]) -> list[str]:
     return [*shown[:-1], shown[-1].removesuffix(PART) + unfinished] if unfinished else shown
 
 
-def _special(piece: str | None) -> str:
+def _as_it_is(piece: str | None) -> str:
     return "" if piece is None else str(piece)
 
 

@@ -75,7 +75,8 @@ def survey(
             computed too, unless they need a sweep that nothing else needs. Without a sweep there are no pictures.
         layers: numbers from 0, or one; None for all. Where several calls of attention share the number of a layer in
             the model, each call gets the next number.
-        heads: names such as "18.6", or pairs (layer, head): `Report.close_ups` has every weight of these.
+        heads: names such as "18.6", or pairs (layer, head): `Report.close_ups` has every weight of these, and a
+            note says where it cannot.
         tokens: the most tokens of the text to read; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
             once, and no speed is reported.
@@ -102,6 +103,7 @@ def survey(
         repeats = _repeats(surveyed, tokenizer, selection, projected, notes, clock)
         reader = _reader(surveyed, tokenizer, selection, projected, parts, notes)
         layers_read, close_ups = _read_layers(surveyed, selection, reader, ids, repeats, clock)
+        notes += close_ups.notes
         others = _on_other_texts(surveyed, tokenizer, selection, ids.shape[1], clock)
         found = [
             head

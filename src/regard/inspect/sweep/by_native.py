@@ -26,7 +26,7 @@ TILE = 64
 
 
 def takes(weights: Weights) -> bool:
-    """Whether the library is there, and knows all that the call is made of."""
+    """Whether the library is there, and knows all that the call is made of: it has one number for a row's total."""
     dtypes = {weights.q.dtype, weights.k.dtype}
     terms = [] if weights.bias is None else weights.bias.terms()
     return (
@@ -35,6 +35,7 @@ def takes(weights: Weights) -> bool:
         and len(dtypes) == 1
         and dtypes <= set(native_calls.DTYPES)
         and all(term.per_distance() or isinstance(term, TensorBias) for term in terms)
+        and weights.totals.rest is None
     )
 
 

@@ -55,11 +55,12 @@ def swept(
         w.mask, batch=w.sequence + batch, heads=heads, queries=queries, keys=keys, offset=w.offset, tile=TILE
     )
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (w.q.resolve_neg(), w.k.resolve_neg()))
-    inputs = Inputs(q, k, k, None, _distance(w), _table(w))
+    sink = None if w.sink is None else w.sink.float().contiguous()
+    inputs = Inputs(q, k, k, sink, _distance(w), _table(w))
     call = Call(of_rows(tiles, w.sequence), w.scale, w.softcap, 0.0, 0)
     cells = None if picture is None else Cells(queries, keys, picture)
     found = sums(
-        inputs, w.total, call, offset=w.offset, bins=BINS,
+        inputs, w.lse.float(), call, offset=w.offset, bins=BINS,
         cell=0 if cells is None else cells.cell, cells=(1, 1) if cells is None else cells.shape,
     )  # fmt: skip
     share = w.sink_share

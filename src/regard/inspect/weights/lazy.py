@@ -8,7 +8,7 @@ each row. They determine all of A:
 so one weight costs one dot product: `pairs` costs O(pairs); `rows`, `columns` and `tiles` cost O(weights returned).
 With a sink the rows sum to less than 1: the rest, `sink_share`, is the share of the sink, which is no token. These are
 the weights before dropout. Their relative error is that of a score and of lse, about 1e-7 x |s| in float32;
-`in_float64` avoids it.
+`in_float64` avoids it. Rows that a finite number such as -1e9 hides wholly have L in two numbers (`far_rows.py`).
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.brief import shown
 from regard.inspect.plot import heat_map, html_table
+from regard.inspect.weights.far_rows import Totals, totals
 from regard.inspect.weights.index import Indices, index_of, index_pairs
 from regard.inspect.weights.scores import CallScores
 from regard.inspect.weights.spans import count_visible, visible_runs
@@ -120,7 +121,8 @@ class Weights(CallScores):
         at_once = max(1, TILE // max(1, self.q[:, :, 0].numel()))
         parts = zip(q_index.split(at_once), k_index.split(at_once), strict=True)
         return torch.cat(
-            [self._weights(self.score_pairs(i, j), i, j, self._divisor[:, :, i]) for i, j in parts], dim=-1
+            [self._weights(self.score_pairs(i, j), i, j, self.totals.at(lambda t, i=i: t[:, :, i])) for i, j in parts],
+            dim=-1,
         )
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -224,8 +226,8 @@ class Weights(CallScores):
         if self.sink is None:
             return torch.zeros_like(self.total)
         sink = self.sink.to(self.dtype)[None, :, None]
-        gap = torch.where(sink.isinf(), 0, sink - self.total)  # infinite numbers have no difference
-        return torch.where(sink.isinf(), (sink > 0).to(self.dtype), gap.exp())
+        share = self.totals.logs(sink.expand(self.shape[:3]).clone()).exp_()
+        return torch.where(sink.isinf(), (sink > 0).to(self.dtype), share)  # infinite numbers have no difference
 
     @cached_property
     def visible(self) -> Tensor:
@@ -233,13 +235,14 @@ class Weights(CallScores):
         return count_visible(self, CHUNK)
 
     @cached_property
-    def _divisor(self) -> Tensor:
-        """`total`, but 0 where a row has no weights: its scores are -inf or hidden, and must not become NaN."""
-        return self.total.masked_fill(self.total == -torch.inf, 0.0)
+    def totals(self) -> Totals:
+        """`total` in two numbers; 0 where a row has no weights, whose scores of -inf must not become NaN."""
+        return totals(self, self.total)
 
     def _tile(self, row: slice, key: slice) -> Tile:
         scores, i, j = self.score_tile(row, key)
-        return Tile(row.start, key.start, self._weights(scores, i, j, self._divisor[:, :, row, None]))
+        of_rows = self.totals.at(lambda t: t[:, :, row, None])
+        return Tile(row.start, key.start, self._weights(scores, i, j, of_rows))
 
-    def _weights(self, scores: Tensor, i: Tensor, j: Tensor, divisor: Tensor) -> Tensor:
-        return scores.sub_(divisor).exp_().masked_fill_(~self.keep(i, j), 0.0)
+    def _weights(self, scores: Tensor, i: Tensor, j: Tensor, of_rows: Totals) -> Tensor:
+        return of_rows.logs(scores).exp_().masked_fill_(~self.keep(i, j), 0.0)

@@ -164,14 +164,12 @@ class CallScores:
 
     def score_tile(self, row: slice, key: slice, stage: Stage = "biased") -> Scored:
         """The scores of some rows on some keys, [batch, heads, rows, keys], also of pairs that the mask hides."""
-        (batch, heads), (kv_heads, dim) = self.shape[:2], (self.k.shape[1], self.k.shape[3])
-        # the queries of all heads that share a key head are the rows of one product
-        q = self.q[:, :, row].to(self.dtype).reshape(batch, kv_heads, heads // kv_heads * (row.stop - row.start), dim)
-        shape = batch, heads, row.stop - row.start, key.stop - key.start
-        products = (q @ self.k[:, :, key].to(self.dtype).mT).view(shape)
-        i = torch.arange(row.start, row.stop, device=q.device)[:, None]
-        j = torch.arange(key.start, key.stop, device=q.device)[None, :]
-        return Scored(self._score(products, i, j, stage), i, j)
+        i = torch.arange(row.start, row.stop, device=self.q.device)
+        return self._scored(self.q[:, :, row], i, key, stage)
+
+    def score_rows(self, rows: Tensor, key: slice) -> Scored:
+        """The same for rows that need not be adjacent, int64 [rows]."""
+        return self._scored(self.q[:, :, rows], rows, key, "biased")
 
     def score_pairs(self, q_index: Tensor, k_index: Tensor) -> Tensor:
         """The scores of pairs, [batch, heads, pairs], also of those that the mask hides."""
@@ -201,6 +199,15 @@ class CallScores:
         if not whole or not 0 <= start <= stop <= size:
             raise ProblemError(f"{what}({start}, {stop}) of {size} {kind}: expected 0 <= start <= stop <= {size}.")
         return slice(start, stop)
+
+    def _scored(self, q: Tensor, rows: Tensor, key: slice, stage: Stage) -> Scored:
+        """The scores of the queries q [batch, heads, rows, qk_dim], which are in these rows."""
+        (batch, heads), (kv_heads, dim) = self.shape[:2], (self.k.shape[1], self.k.shape[3])
+        # the queries of all heads that share a key head are the rows of one product
+        q = q.to(self.dtype).reshape(batch, kv_heads, heads // kv_heads * len(rows), dim)
+        products = q @ self.k[:, :, key].to(self.dtype).mT
+        i, j = rows[:, None], torch.arange(key.start, key.stop, device=q.device)[None, :]
+        return Scored(self._score(products.view(batch, heads, len(rows), j.shape[1]), i, j, stage), i, j)
 
     def _score(self, products: Tensor, i: Tensor, j: Tensor, stage: Stage = "biased") -> Tensor:
         """Dot products of queries i and keys j, which are overwritten, as scores of a stage."""
