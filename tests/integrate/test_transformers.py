@@ -431,6 +431,7 @@ def test_a_model_that_transformers_would_leave_as_it_is_gets_the_attention_of_re
 
 
 def test_models_in_a_model_get_their_attention_back():
+    register()
     text, vision = LlamaConfig(vocab_size=11, **SMALL), CLIPVisionConfig(image_size=8, patch_size=4, **SMALL)
     config: Any = LlavaConfig(text_config=text, vision_config=vision, image_token_index=10)
     made = LlavaForConditionalGeneration(config)
