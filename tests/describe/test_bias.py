@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from regard import Alibi, ProblemError, T5Bias, TensorBias, attend, explain
+from regard import Alibi, ProblemError, RefusalError, T5Bias, TensorBias, attend, explain
 from regard.describe.mask import CallSizes
 from regard.extend import Bias, spec
 
@@ -175,6 +176,12 @@ def test_gradients_flow_to_the_tensors_of_a_tuple(kind: Any, made: Any, backend:
     out = attend(q, q, q, bias=kind(made(rates)), backend=backend)
     for found, exact in zip(torch.autograd.grad(out.square().sum(), rates), expected, strict=True):
         torch.testing.assert_close(found, exact)
+
+
+def test_a_named_tuple_that_a_mode_would_lose_is_refused():
+    q, rate = torch.randn(1, 2, 7, 8), torch.rand(2)
+    with FlopCounterMode(display=False), pytest.raises(RefusalError, match=r"a Rates in a mask or bias.*plain tuple"):
+        attend(q, q, q, bias=Falling(Rates(rate, rate)))
 
 
 def test_the_tensors_of_a_tuple_are_widened():

@@ -81,6 +81,17 @@ class NarrowingByDistance(Narrowing):
 
 
 @spec
+class NarrowingUnsigned(Narrowing):
+    """Its edges are unsigned integers, whose differences would wrap around."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k < 60 - q
+
+    def intervals(self, sizes: CallSizes) -> Any:
+        return [Interval(stop=(60 - np.arange(sizes.offset, sizes.positions)[None]).astype(np.uint8))]
+
+
+@spec
 class GivesIntervals(Diagonal):
     """Its intervals are anything that a user may return."""
 
@@ -146,9 +157,16 @@ WRONG: dict[str, tuple[Mask, str]] = {
     "intervals": (WrongIntervals(), "intervals keep the pair of query position 0 and key position 1"),
     "an edge": (Narrowing(), r"stop of intervals decreases from query position 0 to 1 \(batch row 0\)"),
     "a distance": (NarrowingByDistance(), r"q \+ right of intervals decreases from query position 0 to 1"),
-    "one interval": (GivesIntervals(Interval(right=1)), "intervals returned Interval.*; expected None or a list of"),
+    "one interval": (
+        GivesIntervals(Interval(right=1)),
+        r"intervals returned Interval\(.*; expected None or a list",
+    ),
     "an edge by row": (GivesIntervals([Interval(stop=np.array([9]))]), r"an int64 array \[batch or 1, queries or 1\]"),
-    "an edge of floats": (GivesIntervals([Interval(stop=np.array([[9.0]]))]), "for 1 batch rows and 40 queries"),
+    "an edge that wraps around": (NarrowingUnsigned(), "stop of intervals decreases from query position 0 to 1"),
+    "an edge of floats": (
+        GivesIntervals([Interval(stop=np.array([[9.0]]))]),
+        r"whose stop is float64 \[1, 1\]",
+    ),
     "keep by index": (ByIndex(), "keep is not pointwise: it gives"),
     "a shape": (OneForAll(), re.escape("keep returned bool [3, 5] for positions that broadcast to [1, 3, 40, 40]")),
     "a type": (OfInts(), "keep returned torch.int64; expected a bool tensor"),
@@ -169,7 +187,9 @@ def test_a_mask_of_ones_own_is_right():
     check_mask(Diagonal() & ~Diagonal() | Causal(), queries=70, keys=90, offset=3)
 
 
-@pytest.mark.parametrize("mask", [Narrowing(), NarrowingByDistance(), Narrowing() & Causal(), ~Narrowing()])
+@pytest.mark.parametrize(
+    "mask", [Narrowing(), NarrowingByDistance(), NarrowingUnsigned(), Narrowing() & Causal(), ~Narrowing()]
+)
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_an_edge_that_moves_to_the_left_hides_the_right_keys(mask: Mask, backend: str | None):
     q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)

@@ -461,6 +461,21 @@ def test_an_exported_program_refuses_forward_mode_and_gives_no_tangents_of_zero(
         program(*map(make_dual, SMALL, tangents))
 
 
+def test_an_exported_program_runs_where_no_derivative_flows_through_it():
+    program, expected = exported(), Attention()(*SMALL)
+
+    def held(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            frozen = program(*SMALL).sum()
+        return x.square().sum() * frozen
+
+    x = torch.ones(3)
+    torch.testing.assert_close(torch.func.grad(held)(x), 2 * x * expected.sum())
+    torch.testing.assert_close(torch.func.jvp(held, (x,), (x,))[1], 6 * expected.sum())
+    with dual_level():
+        assert torch.equal(program(*SMALL), expected)
+
+
 @pytest.mark.parametrize("kind", ["grad", "jacrev", "grad of vmap"])
 def test_an_exported_program_refuses_the_gradients_of_torch_func(kind: str):
     program = exported()

@@ -29,6 +29,12 @@ class Scores(nn.Module):
         return attend(q, q, q, bias=self.bias.spec)
 
 
+def test_a_frozen_parameter_can_be_trained_later():
+    held = SpecModule(T5Bias(nn.Parameter(torch.zeros(32, 2), requires_grad=False)))
+    held.requires_grad_(True)
+    assert held.spec.table.requires_grad
+
+
 def test_what_requires_gradients_is_a_parameter_and_the_rest_a_buffer():
     table = trained(32, 3)
     held = SpecModule(T5Bias(table) + TensorBias(torch.zeros(5, 5)))

@@ -359,3 +359,14 @@ def test_a_call_with_other_weights_leaves_the_table_of_the_layers(as_given: Any)
         assert torch.equal(model(tokens), before)
     names = [name for name in model.state_dict() if name.endswith("table")]
     assert names == [f"body.blocks.{i}.attention.bias.table" for i in range(2)]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize(
+    "moved", [lambda m: m.half().float(), lambda m: m.to("meta").to_empty(device="cpu")], ids=["converted", "made anew"]
+)
+def test_layers_that_were_moved_or_converted_have_one_table(learned: bool, moved: Any):
+    model = moved(Encoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(torch.zeros(32, HEADS, requires_grad=learned))))
+    first, *others = (block.attention.bias.table for block in model.blocks)
+    assert all(other is first for other in others)
+    assert first.requires_grad == learned

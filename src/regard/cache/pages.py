@@ -91,7 +91,7 @@ class PrefixNode:
 
     def remove(self, page: Page) -> None:
         """Record that the page no longer stores these tokens."""
-        del self.pages[page.allocator]
+        self.pages.pop(page.allocator, None)  # it is gone where Ctrl-C came before the next line
         page.node = None
         self.prune()
 

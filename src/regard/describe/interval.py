@@ -34,14 +34,27 @@ Union: TypeAlias = "list[Interval] | None"
 """The keys in any of the intervals, which may overlap; None where the intervals are unknown."""
 
 
-def is_union(found: object, batch: int, queries: int) -> bool:
-    """Whether it is a union of intervals, or None, whose edges fit a call of these sizes."""
-    if found is None:
-        return True
-    return isinstance(found, list | tuple) and all(
-        isinstance(x, Interval) and all(_is_edge(edge, batch, queries) for edge in x)
-        for x in cast("Sequence[object]", found)
-    )
+def fault_of(found: object, batch: int, queries: int) -> str | None:
+    """What keeps this from being a list of intervals whose edges fit a call of these sizes; None: nothing."""
+    if not isinstance(found, list | tuple) or isinstance(found, Interval):  # which is a tuple, too
+        return repr(found)
+    for x in cast("Sequence[object]", found):
+        if not isinstance(x, Interval):
+            return f"a list with {x!r}"
+        for name, edge in zip(x._fields, cast("Sequence[object]", x), strict=True):
+            if not _is_edge(edge, batch, queries):
+                what = f"{edge.dtype} {list(edge.shape)}" if isinstance(edge, np.ndarray) else repr(edge)
+                return f"an Interval whose {name} is {what}"
+    return None
+
+
+def as_int64(x: Interval) -> Interval:
+    """The interval with edges that can be subtracted from one another: of unsigned integers, differences wrap around.
+
+    >>> as_int64(Interval(stop=np.array([[3]], np.uint8))).stop
+    array([[3]])
+    """
+    return Interval(*(edge.astype(np.int64) if isinstance(edge, np.ndarray) else edge for edge in x))
 
 
 def _is_edge(edge: object, batch: int, queries: int) -> bool:

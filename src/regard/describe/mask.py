@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from regard.describe.interval import Union, complement, intersection, is_union, union
+from regard.describe.interval import Union, as_int64, complement, fault_of, intersection, union
 from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import INTERNED, Fingerprint, Spec, spec
 from regard.describe.whole_number import whole
@@ -363,13 +363,12 @@ def intervals_of(mask: Mask, sizes: CallSizes) -> Union:
     found = mask.intervals(sizes)
     if mask._kind.is_own or found is None:  # pyright: ignore[reportPrivateUsage]
         return found
-    if not is_union(found, sizes.batch, sizes.queries):
+    if wrong := fault_of(found, sizes.batch, sizes.queries):
         raise ProblemError(
-            f"{mask!r}: intervals returned {reprlib.repr(found)}; expected None or a list of Interval, whose edges are "
-            f"None, an int, or an int64 array [batch or 1, queries or 1], for {sizes.batch} batch rows and "
-            f"{sizes.queries} queries."
+            f"{mask!r}: intervals returned {wrong}; expected None or a list of Interval, whose edges are None, an int, "
+            f"or an int64 array [batch or 1, queries or 1] = [{sizes.batch} or 1, {sizes.queries} or 1]."
         )
-    return [*found]
+    return [as_int64(x) for x in found]
 
 
 def _form(part: object) -> int | None:

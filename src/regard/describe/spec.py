@@ -24,6 +24,7 @@ from torch import Tensor
 from regard.describe.content import Untraceable, content, values
 from regard.describe.suggestions import refuse_arguments, suggest_keywords
 from regard.describe.tensors import ContentKey, content_key, form
+from regard.errors import RefusalError
 from regard.torch_internals import DYNAMO_LISTS_ATTRIBUTES
 
 W = TypeVar("W", bound="type[Spec]")
@@ -377,6 +378,11 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         tensors.append(part)
         return '{"tensor": ' + str(len(tensors) - 1) + "}"
     if isinstance(part, tuple):
+        if type(part) is not tuple:
+            raise RefusalError(
+                f"a {type(part).__name__} in a mask or bias cannot pass through torch.compile, torch.export or a "
+                "dispatch mode such as torch's FLOP counter: give its members as a plain tuple."
+            )
         inner = [_serialize_part(p, tensors, ints) for p in cast("tuple[Any, ...]", part)]
         return '{"tuple": [' + ", ".join(inner) + "]}"
     if part is None:

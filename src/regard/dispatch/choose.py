@@ -7,7 +7,7 @@ other takes its place.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NoReturn, cast
+from typing import Any, SupportsIndex, cast
 
 from regard.backend.contract import Backend, Kernel, RepeatableKernel
 from regard.backend.flex import Flex
@@ -172,11 +172,14 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
         return self  # nothing in it changes
 
-    def __reduce__(self) -> NoReturn:
-        raise RefusalError(
-            "a Plan is not pickled, as it refers to classes and kernels of this process: keep str(plan) or the numbers "
-            "that you need, or pickle the arguments and call regard.explain again."
-        )
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        p = self.problem
+        if any(spec is not None for spec in (p.mask, p.bias, p.score)):
+            raise RefusalError(
+                "a Plan with a mask, a bias or a score is not pickled, as it refers to classes of this process: keep "
+                "str(plan) or the numbers that you need, or pickle the arguments and call regard.explain again."
+            )
+        return super().__reduce_ex__(protocol)
 
     def __str__(self) -> str:
         s, p = self.schedule, self.problem

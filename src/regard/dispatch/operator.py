@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.backend.contract import ResumableKernel
@@ -131,10 +132,20 @@ def _refusing(differentiated: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(differentiated)
     def checked(*arguments: Any, **options: Any) -> Any:
-        _refuse_transforms()
+        if any(map(_is_differentiated, arguments)):
+            _refuse_transforms()
         return differentiated(*arguments, **options)
 
     return checked
+
+
+def _is_differentiated(argument: object) -> bool:
+    """Whether a derivative flows into a tensor, or into one of a list."""
+    if isinstance(argument, list | tuple):
+        return any(map(_is_differentiated, cast("Sequence[object]", argument)))
+    if not isinstance(argument, Tensor):
+        return False
+    return (argument.requires_grad and torch.is_grad_enabled()) or unpack_dual(argument).tangent is not None
 
 
 def _refuse_transforms() -> None:

@@ -94,10 +94,10 @@ class SpecModule(nn.Module, Generic[W]):
         known = self._names.setdefault(id(tensor), name)
         if known != name:
             return _TensorName(known)
-        if not tensor.requires_grad:
-            self.register_buffer(name, tensor)
-        elif isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
+        elif not tensor.requires_grad:
+            self.register_buffer(name, tensor)
         elif tensor.is_leaf:
             self.register_parameter(name, _parameter_of(tensor))
         else:

@@ -4,10 +4,11 @@ Pre-norm transformers (Vaswani et al. 2017, arXiv:1706.03762, §3; Xiong et al. 
 the norms) with RMSNorm and GELU. The masks, biases and positions are passed to `MultiHeadAttention`.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -152,6 +153,15 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert or move the module; all layers have one table of a bias afterwards, too."""
+        super()._apply(fn, recurse)
+        biases = [cast(Any, block).attention.bias for block in self.blocks if hasattr(block.attention, "bias")]
+        for first, other in itertools.pairwise(bias for bias in biases if bias is not None):
+            other._parameters.update(first._parameters)
+            other._buffers.update(first._buffers)
+        return self
 
     def _draw(self, writes: int) -> None:
         nn.init.normal_(self.embedding.weight, std=self.d_model**-0.5)
