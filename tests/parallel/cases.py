@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from regard import Causal, State
 from regard.cache import KVCache
 from regard.parallel import (
     Layout,
+    RankError,
     ShardedCache,
     attend_on_mesh,
     attend_sharded,
@@ -224,6 +226,31 @@ def decode_and_end(rank: int, size: int, **more: Any) -> None:
     """`fill_and_decode`, and end the process."""
     fill_and_decode(rank, size, **more)
     os._exit(1)
+
+
+def ring_tried_again(rank: int, size: int, *, meet: str, timeout: float, **more: Any) -> Any:
+    """`ring` in a process group that is made again: in the first one, rank 1 failed before it called."""
+    if rank != 1:
+        with suppress(RankError):
+            ring(rank, size, timeout=0.2, **more)
+    make_again(rank, size, meet)
+    return ring(rank, size, timeout=timeout, **more)
+
+
+def ring_of_other_members(rank: int, size: int, *, meet: str, **more: Any) -> Any:
+    """`ring` in two groups of the same name, one after the other: of the first two of three ranks, and the last two."""
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        ring(rank, 2, group=group, **more)
+    make_again(rank, size, meet)
+    group = dist.new_group([1, 2])
+    return ring(rank - 1, 2, group=group, **more) if rank else None
+
+
+def make_again(rank: int, size: int, meet: str) -> None:
+    """Make the process group again, with a new store."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
 
 
 def sent_by_ulysses(rank: int, size: int, **more: Any) -> int:

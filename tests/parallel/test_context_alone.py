@@ -11,7 +11,20 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import MobileBertConfig, MobileBertForMaskedLM, XLMConfig, XLMWithLMHeadModel
 
-from regard import Documents, KeyLengths, Mask, Prefix, ProblemError, RefusalError, TensorMask, attend
+from regard import (
+    Bias,
+    Causal,
+    Documents,
+    KeyLengths,
+    Mask,
+    Prefix,
+    ProblemError,
+    RefusalError,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    attend,
+)
 from regard.integrate.mask_function import mask, sharded_masks
 from regard.integrate.sharded_inputs import has_causal_loss
 from regard.linear import linear_attend
@@ -131,6 +144,20 @@ def test_a_loss_of_the_model_s_own_is_refused_by_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(m, "_loss_function", lambda **_: torch.zeros(()), raising=False)
     with pytest.raises(RefusalError, match="labels: the loss of a causal language model is known"), context_parallel():
         m(tokens(), labels=tokens())
+
+
+@pytest.mark.parametrize("bias", [T5Bias(torch.randn(32, 4)), TensorBias(torch.randn(1, 4, 1, 13))])
+def test_tables_and_biases_of_all_keys_are_no_dense_ones_of_a_rank(monkeypatch: pytest.MonkeyPatch, bias: Bias):
+    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        heads = hidden_states.unflatten(-1, (4, -1)).transpose(1, 2)
+        return attend(heads, heads, heads, mask=Causal(), bias=bias).transpose(1, 2).flatten(2), None
+
+    m, ids = on_regard("llama"), tokens()
+    for block in m.model.layers:
+        monkeypatch.setattr(block.self_attn, "forward", forward)
+    expected = m(ids).logits
+    with context_parallel() as cp:
+        torch.testing.assert_close(cp.unshard(m(ids).logits), expected)
 
 
 def test_a_model_whose_embeddings_join_neighbours_is_refused_by_name():

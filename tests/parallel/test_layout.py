@@ -127,6 +127,18 @@ def test_a_layout_of_lists_equals_that_of_tuples() -> None:
     assert hash(made) == hash(Layout.contiguous(8, 2))
 
 
+def test_layouts_of_iterators_equal_those_of_tuples() -> None:
+    assert Layout.of_counts(count for count in (4, 4)) == Layout.contiguous(8, 2)
+    assert Layout(8, (iter([part]) for part in (range(4), range(4, 8)))) == Layout.contiguous(8, 2)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_digest_of_a_layout_tells_apart_which_rank_has_which_positions() -> None:
+    made = [Layout.contiguous(8, 2), Layout.zigzag(8, 2), Layout.striped(8, 2), Layout.of_counts([8, 0])]
+    made += [Layout.of_counts([0, 8]), Layout.of_counts([8]), Layout.of_counts([0, 0])]
+    assert len({layout.digest for layout in made}) == len(made)
+    assert Layout.of_counts([4, 4]).digest == made[0].digest
+
+
 def test_a_tensor_of_another_length_is_an_error() -> None:
     with pytest.raises(ProblemError, match=r"expected 8 tokens in dim 1"):
         Layout.zigzag(8, 2).shard(torch.zeros(1, 9), 0, dim=1)
@@ -144,8 +156,11 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
         (lambda: Layout.balanced(8, 0, None), "8 tokens in 0 parts: expected whole numbers"),
         (lambda: Layout.striped(8, 2, block=1.5), r"block=1.5\): expected a whole number of tokens"),  # pyright: ignore[reportArgumentType]
         (lambda: Layout.of_counts([2.5, 2]), r"of_counts\(\[2.5, 2\]\): expected whole numbers"),  # pyright: ignore[reportArgumentType]
-        (lambda: Layout(8.0, ((range(8),),)), r"a layout of 8.0 tokens: expected a whole number"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout(8.0, ((range(8),),)), r"a layout of 8.0 tokens with .*: expected a whole number"),  # pyright: ignore[reportArgumentType]
         (lambda: Layout(8, ((slice(8),),)), "for each rank a tuple of ranges"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout(8, ((0, 1), (2, 3))), r"with the ranges \(\(0, 1\), \(2, 3\)\): expected"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout(8, None), "with the ranges None: expected"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout.of_counts(None), r"of_counts\(None\): expected whole numbers"),  # pyright: ignore[reportArgumentType]
         (
             lambda: Layout.balanced(8, 2, None, sending=-1),
             r"sending=-1\): expected a finite number of pairs, 0 or more",

@@ -223,6 +223,14 @@ def test_a_wrong_argument_on_one_rank_is_told_on_every_rank(trio: Workers):
         assert "q has 18 tokens on rank 1 of the group, and layout gives it 0 of 53" in str(error)
 
 
+@pytest.mark.parametrize(("function", "ranks"), [(cases.ring_tried_again, 3), (cases.ring_of_other_members, 2)])
+def test_a_group_that_is_made_again_is_that_of_all_its_ranks(tmp_path: Path, function: Any, ranks: int):
+    """Whether or not each of them called in the one before."""
+    words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, ranks), "mask": Causal(), "timeout": TIMEOUT}
+    with workers(3, tmp_path) as made:
+        made.run(function, meet=str(tmp_path / "again"), **words)
+
+
 def test_a_transfer_that_does_not_start_blames_the_rank_at_its_other_end_alone(monkeypatch: pytest.MonkeyPatch):
     """Others may wait for this rank, and say that they are alive only when their time is over."""
     blamed: list[tuple[int, ...]] = []

@@ -76,6 +76,11 @@ def test_the_route_of_many_intervals_on_a_rank_is_the_predicted_one(mask: Mask):
     assert of(mask, layout).steps < 3
 
 
+def test_the_route_of_few_ranges_reads_no_query_by_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("regard.parallel.route.IntervalCounts", None)
+    assert of(Window(100, 100), Layout.zigzag(4096, 4)).steps == 1
+
+
 LENGTHS = KeyLengths(torch.tensor([9, 50]))
 
 

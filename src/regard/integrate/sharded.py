@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
 from regard.calls import Route, current_route, route_calls
-from regard.describe.bias import Bias
+from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, KeyLengths
 from regard.describe.mask_by_table import Documents, TensorMask
@@ -165,7 +165,9 @@ def _ring_without_dense(model: Any, tokens: int) -> Route:
 
 def _dense_tensors(mask: Mask | None, bias: Bias | None) -> list[Tensor]:
     """The tensors [..., queries, keys] in what a layer attends with."""
-    return [*([mask.mask] if isinstance(mask, TensorMask) else []), *([] if bias is None else bias.tensors())]
+    terms = [] if bias is None else bias.terms()
+    biases = [term.tensor for term in terms if isinstance(term, TensorBias)]
+    return [mask.mask, *biases] if isinstance(mask, TensorMask) else biases
 
 
 def _check_function(function: Predicate, inputs: Inputs) -> None:

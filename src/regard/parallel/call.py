@@ -222,8 +222,8 @@ def _describe(a: Arguments, sizes: CallSizes, call: ShardedCall) -> str:
     return (
         f"q [{sizes.batch}, {sizes.heads}, {sizes.queries}, {qk_dim}] · kv [{sizes.batch}, {kv_heads}, {sizes.keys}, "
         f"{k_dim}|{v_dim}] {kind} on {device}, mask {text_of(a.mask)}, bias {form_of(a.bias)}, score "
-        f"{form_of(a.score)}{more}, offset {sizes.offset}, layouts {digest(repr(call.queries.runs))} "
-        f"{digest(repr(call.keys.runs))}, gradients {grad}"
+        f"{form_of(a.score)}{more}, offset {sizes.offset}, layouts {call.queries.digest} {call.keys.digest}, "
+        f"gradients {grad}"
     )
 
 

@@ -12,13 +12,15 @@ Zigzag: Zhu 2024 (ring-flash-attention). Striped: Brandon et al. 2023, arXiv:231
 `balance.py`. Importing this module imports no torch: costs are counted with it.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,14 +67,15 @@ class Layout:
     runs: tuple[tuple[range, ...], ...]
 
     def __post_init__(self) -> None:
-        ranges = all(isinstance(cast(object, run), range) for each in self.runs for run in each)
+        given = [_listed(each) for each in _listed(self.runs)]
+        ranges = all(isinstance(run, range) for each in given for run in each)
         if not (is_integer(self.tokens, least=0) and ranges):
             raise ProblemError(
-                f"a layout of {self.tokens!r} tokens: expected a whole number of them, and for each rank a tuple of "
-                "ranges."
+                f"a layout of {self.tokens!r} tokens with the ranges {reprlib.repr(self.runs)}: expected a whole "
+                "number of tokens, and for each rank a tuple of ranges."
             )
         object.__setattr__(self, "tokens", as_integer(self.tokens))
-        object.__setattr__(self, "runs", tuple(tuple(run for run in each if run) for each in self.runs))
+        object.__setattr__(self, "runs", tuple(tuple(run for run in each if run) for each in given))
         runs = [run for each in self.runs for run in each]
         ascending = all(a[-1] < b[0] for each in self.runs for a, b in pairwise(each))
         inside = all(run.step > 0 and run[0] >= 0 and run[-1] < self.tokens for run in runs)
@@ -111,6 +114,11 @@ class Layout:
             for run in runs:
                 found[run.start : run.stop : run.step] = rank
         return found
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text that differs where the positions of a rank do, the same in every process."""
+        return hashlib.blake2b(repr(self.runs).encode(), digest_size=6).hexdigest()
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -170,11 +178,12 @@ class Layout:
         return cls(tokens, tuple((part,) if len(part) else () for part in even_parts(tokens, ranks)))
 
     @classmethod
-    def of_counts(cls, counts: Sequence[int]) -> "Layout":
+    def of_counts(cls, counts: Iterable[int]) -> "Layout":
         """Rank r has the next counts[r] tokens."""
-        if not all(is_integer(count, least=0) for count in counts):
+        listed = _listed(counts)
+        if not all(is_integer(count, least=0) for count in listed):
             raise ProblemError(f"Layout.of_counts({counts!r}): expected whole numbers of tokens, 0 or more.")
-        stops = np.cumsum([0, *counts]).tolist()
+        stops = np.cumsum([0, *listed]).tolist()
         parts = [range(a, b) for a, b in pairwise(stops)]
         return cls(stops[-1], tuple((part,) if len(part) else () for part in parts))
 
@@ -253,6 +262,13 @@ def joined(parts: Sequence[range]) -> tuple[range, ...]:
         elif part:
             found.append(part)
     return tuple(found)
+
+
+def _listed(given: object) -> Iterable[Any]:
+    """An iterable; a list of what an iterator gives, which gives it once; [None] for what is no iterable."""
+    if not isinstance(given, Iterable):
+        return [None]
+    return [*cast("Iterator[Any]", given)] if isinstance(given, Iterator) else cast("Iterable[Any]", given)
 
 
 def _cat(parts: "Sequence[Tensor]", dim: int) -> "Tensor":

@@ -9,8 +9,8 @@ rank is to blame is then found through the group's key-value store:
 - A rank whose wait timed out blames those that do not write within another timeout that they are alive.
 - The first verdict (`lost`) counts; all others repeat it.
 
-A group that is made again, after `destroy_process_group`, has the name and the store of the old one: the keys of each
-begin with how many groups of the name this process knew before.
+A group that is made again, after `destroy_process_group`, may have the name and the store of the old one: the keys of
+each begin with its members, and with how many groups of these the store had before.
 
 Ranks that make different calls are found in two ways. A form of call that is new to a rank is compared through the
 store before anything is sent. In later calls of that form, the tags of messages depend on the form and on how many
@@ -27,7 +27,6 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -94,28 +93,19 @@ class Known:
     """What this process knows of a group.
 
     Attributes:
-        before: how many groups of the same name were known before, the same on all ranks.
+        prefix: begins its keys in the store, the same on all ranks; "" before the store is asked.
         texts: the forms of calls that all ranks agreed on, and their descriptions.
         calls: how many calls were made.
         lost: the error of an earlier call, after which messages may be under way.
     """
 
-    before: int = 0
+    prefix: str = ""
     texts: dict[object, str] = field(default_factory=dict[object, str])
     calls: int = 0
     lost: RegardError | None = None
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
-_names: Counter[str] = Counter()
-"""How many groups of each name are or were known."""
-
-
-def _known_of(group: dist.ProcessGroup) -> Known:
-    if group not in _known:
-        _known[group] = Known(_names[group.group_name])
-        _names[group.group_name] += 1
-    return _known[group]
 
 
 class Ranks:
@@ -147,7 +137,7 @@ class Ranks:
             raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
         self.rank, self.size = rank, dist.get_world_size(self.group)
         self.timeout, self.function = timeout, function
-        self.known = _known_of(self.group)
+        self.known = _known.setdefault(self.group, Known())
         if self.known.lost is not None:
             raise self.known.lost
 
@@ -164,7 +154,8 @@ class Ranks:
         Args:
             form: of the call, hashable.
             text: makes its description, which must be equal on all ranks.
-            now: more of the description, which changes from call to call of this form: it is in the seal.
+            now: more of the description, which changes from call to call of this form: after the first call it is in
+                the seal alone, which NCCL does not compare.
 
         Raises:
             ProblemError: on every rank, where ranks differ.
@@ -368,7 +359,7 @@ class Ranks:
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """The store's answer; it is in the process of rank 0, or in that of torchrun."""
         try:
-            return question(PrefixStore(f"regard/{self.known.before}", self.group.get_group_store()))
+            return question(PrefixStore(self._prefix(), self.group.get_group_store()))
         except (RuntimeError, OSError) as error:
             self.known.lost = RankError(
                 f"{self.function}: the store of the process group does not answer: the process that has it, "
@@ -376,3 +367,12 @@ class Ranks:
                 (0,),
             )
             raise self.known.lost from error
+
+    def _prefix(self) -> str:
+        """Begins the group's keys: each of its ranks adds one to a number in the store, before it asks anything."""
+        if not self.known.prefix:
+            members = repr(dist.get_process_group_ranks(self.group)).encode()
+            name = f"regard/{hashlib.blake2b(members, digest_size=6).hexdigest()}"
+            before = (self.group.get_group_store().add(name, 1) - 1) // self.size
+            self.known.prefix = f"{name}/{before}"
+        return self.known.prefix

@@ -20,7 +20,7 @@ from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
-from regard.parallel.call import Place, check_layout, digest, first_position, form_of, name_of, text_of
+from regard.parallel.call import Place, check_layout, first_position, form_of, name_of, text_of
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
@@ -52,7 +52,8 @@ def attend_sharded(
 
     For decoding: each rank reads its own keys, and only a state per query is sent, log2(ranks) times. The arguments are
     those of `attend`, in positions of the whole sequence of keys, and the same on every rank; the contents of q, bias,
-    score and sink are not compared. Not differentiable: train with `ring_attend`.
+    score and sink are not compared, and with NCCL mask, offset and layout in the first call of a form only. Not
+    differentiable: train with `ring_attend`.
 
     Args:
         q: [batch, heads, queries, qk_dim], the same on every rank.
@@ -106,7 +107,7 @@ def _keys_of(layout: Layout, k: Tensor, place: Place) -> Keys:
     if k.ndim != 4:
         raise ProblemError(f"k has shape {list(k.shape)}: expected {axes}.")
     check_layout("layout", layout, "k", k, place)
-    return Keys(layout.tokens, pieces_of(layout.positions(place.rank)), digest(repr(layout.runs)))
+    return Keys(layout.tokens, pieces_of(layout.positions(place.rank)), layout.digest)
 
 
 def attend_keys(
