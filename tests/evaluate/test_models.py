@@ -124,6 +124,13 @@ def test_the_tokens_of_another_tokenizer_are_refused(made):
         evaluate(Passkey((100,), (0.5,), samples=1), model, other)
 
 
+def test_a_model_that_was_made_takes_another_label_alone():
+    model = as_model(lambda tokens: tokens)
+    assert as_model(model, label="other").label == "other"
+    with pytest.raises(ProblemError, match="cache= and positions= beside the Model 'test_a_model"):
+        as_model(model, cache=CACHES["int8"], positions=8)
+
+
 def test_a_plain_callable_has_no_cache():
     with pytest.raises(ProblemError, match="a plain callable has no KV cache"):
         as_model(lambda tokens: tokens, cache=CACHES["int8"])

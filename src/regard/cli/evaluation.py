@@ -117,7 +117,8 @@ def load_model(args: argparse.Namespace) -> Model:
         if not getattr(model, "can_generate", lambda: True)() or model.config.is_encoder_decoder:
             raise ProblemError(f"{label} is a {type(model).__name__}: expected a causal language model.")
     is_plain = not isinstance(model, torch.nn.Module) and cache == CacheOptions()
-    made = as_model(model, tokenizer, cache=None if is_plain else cache, label=label)
+    own_label = None if isinstance(model, Model) else label
+    made = as_model(model, tokenizer, cache=None if is_plain else cache, label=own_label)
     return dataclasses.replace(made, digest=made.digest + digest)
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -158,20 +158,26 @@ def as_model(
     Args:
         model: a callable from int64 [1, tokens] to logits [1, tokens, vocabulary] (or without the batch dimension), a
             causal language model of transformers (`use_regard` is called on it), a `regard.nn.Decoder`, or a `Model`,
-            which is returned.
+            which is returned and may be given another label alone.
         tokenizer: of transformers; anything with `encode(text)` and `decode(ids)`; None: UTF-8 bytes.
         cache: the KV cache; None: one that keeps all tokens. A plain callable has none.
         positions: tokens that the model was made for; None: what its config says.
         label: its name in results.
 
     Raises:
-        ProblemError: it is none of these, or a cache for a model without.
+        ProblemError: it is none of these, or a cache for a model without one, or for a `Model`.
 
     >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
     'uniform'
     """
     if isinstance(model, Model):
-        return model
+        given = {"tokenizer": tokenizer, "cache": cache, "positions": positions}
+        if names := [f"{name}=" for name, value in given.items() if value is not None]:
+            raise ProblemError(
+                f"{' and '.join(names)} beside the Model {model.label!r}, which has its own: give them to as_model "
+                "where the Model is made."
+            )
+        return model if label is None else replace(model, label=label)
     if isinstance(model, Decoder):
         return _of_decoder(model, Tokenizer.of(tokenizer), cache or CacheOptions(), positions, label)
     if isinstance(model, nn.Module) and hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
