@@ -66,6 +66,7 @@ def test_the_tasks_are_listed(capsys):
         (["--json", "-"], "--json needs a task: add one, as regard evaluate needle --json ..."),
         (["needle", "--plot", "x.pdf"], "--plot writes SVG, and x.pdf is the name of another format (.pdf)"),
         (["needle", "--json", "-", "--html", "-"], "--json and --html cannot both go to stdout"),
+        (["needle", "--results", "-"], "--results - names no file, and results are continued from one"),
     ],
 )
 def test_files_that_cannot_be_are_refused_in_one_line(arguments, message, here, capsys):

@@ -12,7 +12,7 @@ from typing import Any
 from regard.cli import generate_options
 from regard.cli.argument_types import chosen_options, count, counts, shares
 from regard.cli.generate import DTYPES
-from regard.cli.outputs import OutputFile, add_force, add_json, check_outputs, output_files
+from regard.cli.outputs import STDOUT, OutputFile, add_force, add_json, check_outputs, output_files
 from regard.errors import ProblemError
 from regard.integrate.model_folder import check_name
 
@@ -130,6 +130,8 @@ def files_of(args: argparse.Namespace) -> list[OutputFile]:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Raise `ProblemError` for outputs that cannot be written, or that are files of this run."""
+    if args.results == STDOUT:
+        raise ProblemError("--results - names no file, and results are continued from one: expected FILE, or --json -.")
     files = files_of(args)
     results = [] if args.results is None else [OutputFile("--results", args.results, "results")]
     inputs, models = [*args.files, args.haystack, args.questions], list[str | None]()
