@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import RobertaConfig, RobertaModel
 
 from regard.errors import ProblemError
 from regard.inspect import Measure, measure, observe, survey
@@ -169,3 +170,11 @@ def test_no_measures_and_no_tokens_are_refused(decoder: Decoder):
         measure(decoder, torch.arange(1, 9), [])
     with pytest.raises(ProblemError, match=r"^the text is \[1, 0\] tokens: expected .* 2 at least"):
         measure(decoder, [], ["sink"])
+
+
+def test_a_text_longer_than_learned_positions_is_refused():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = RobertaModel(RobertaConfig(vocab_size=50, max_position_embeddings=12, **sizes))
+    assert measure(model, torch.arange(2, 12), ["sink"])["sink"].value.shape == (1, 2)
+    with pytest.raises(ProblemError, match="11 tokens, and the model has learned 10 positions: shorten it"):
+        measure(model, torch.arange(2, 13), ["sink"])

@@ -25,7 +25,7 @@ from regard.inspect.surveying.inputs import (
     repeated_tokens,
     self_attention,
 )
-from regard.inspect.surveying.model import context_of, prepared
+from regard.inspect.surveying.model import context_of, prepared, surveyed_model
 from regard.inspect.surveying.selection import layer_numbers, named_measures
 from regard.integrate.checkpoint import tokenizer_of
 from regard.integrate.evaluation_mode import evaluating
@@ -118,8 +118,8 @@ def measure(
         layers: layer numbers from 0, or one; None for all. They are those of a survey.
 
     Raises:
-        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, an unsupported measure, or
-            a layer that does not attend.
+        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, more tokens than a model
+            has positions, an unsupported measure, or a layer that does not attend.
 
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
@@ -160,6 +160,8 @@ def _texts(model: Any, text_or_ids: str | Tokens, measures: Iterable[Measure], t
     """The tokens of each kind of text that the measures are defined on, int64 [batch, tokens]."""
     needed, device = {measure.on for measure in measures}, next(model.parameters()).device
     found: dict[Text, Tensor] = {"text": _ids(text_or_ids, tokenizer)}
+    if "text" in needed:
+        _check_length(model, found["text"].shape[1])
     if needed & set(REPEATED):
         first = getattr(tokenizer, "bos_token_id", None)
         context = context_of(model) if hasattr(model, "config") else None
@@ -181,6 +183,18 @@ def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ProblemError(f"the text is {list(ids.shape)} tokens: expected [tokens] or [batch, tokens], 2 at least.")
     return ids.long()
+
+
+def _check_length(model: Any, tokens: int) -> None:
+    """Raise `ProblemError` for a text longer than the positions that a model of transformers has learned."""
+    if not hasattr(model, "set_attn_implementation"):
+        return
+    surveyed = surveyed_model(model)
+    if surveyed.context is not None and tokens > surveyed.context and not surveyed.extrapolates:
+        raise ProblemError(
+            f"the text has {tokens:,} tokens, and the model has learned {surveyed.context:,} positions: shorten it to "
+            "as many tokens."
+        )
 
 
 def _drawn_from(model: Any, tokenizer: Any) -> list[int]:
