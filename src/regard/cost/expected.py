@@ -9,9 +9,9 @@ reads do not overlap, and products reach less.
 
 `full` and `partial` are pairs in tiles of the schedule; a backward pass has 2.5 times the FLOPs of the forward pass.
 A pair takes time for its exponential too, whatever d is, so `share` grows with d: it is measured at 64 and 128 dims
-(`share` and `wide_share`), between and beyond which time is linear in d. With AMX (bfloat16) the exponential takes as
-long as the products of 64 dims: the shares are 0.14 and 0.18 of a peak of 3,800 GFLOP/s a thread. The backward pass has
-a share of its own (`gradient_share`).
+(`share` and `wide_share`), between and beyond which time is linear in d. With AMX (bfloat16) exponentials and traffic
+between the caches take longer than the products: the shares are about 0.17 and 0.22. The backward pass has a share of
+its own (`gradient_share`).
 
 The numbers are measured with the limits (`regard.bench.this_machine`), on five calls.
 """
