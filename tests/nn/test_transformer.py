@@ -370,3 +370,11 @@ def test_layers_that_were_moved_or_converted_have_one_table(learned: bool, moved
     first, *others = (block.attention.bias.table for block in model.blocks)
     assert all(other is first for other in others)
     assert first.requires_grad == learned
+
+
+def test_a_layer_that_was_given_a_table_of_its_own_keeps_it_when_the_model_is_converted():
+    model = Encoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(torch.zeros(32, HEADS)))
+    cast(Any, model.blocks[1]).attention.bias = SpecModule(T5Bias(torch.ones(32, HEADS)))
+    cast(Any, model.blocks[2]).attention.bias = nn.Parameter(torch.ones(3))  # of an attention class of the user
+    first, own = (cast(Any, block).attention.bias.table for block in model.double().blocks[:2])
+    assert (first.sum().item(), own.sum().item()) == (0.0, 32.0 * HEADS)

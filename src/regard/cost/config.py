@@ -90,7 +90,7 @@ def _check_encoder(name: str, family: Family, config: Mapping[str, Any]) -> None
 
 
 def _fields(name: str, family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the family, and those that entries have by their names."""
+    """The fields of the family, and those of the entries that `NAMES`, or the family, maps to fields."""
     fields: dict[str, Any] = dict(family.fields)
     for field, keys in {**NAMES, **family.read}.items():
         key = next((each for each in keys if each and entry(config, each) is not None), None)

@@ -92,6 +92,12 @@ class Block(nn.Module):
         return x + change if self.skip else change
 
 
+def _share_tensors(first: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have the same tensors."""
+    a, b = (dict([*module.named_parameters(), *module.named_buffers()]) for module in (first, other))
+    return a.keys() == b.keys() and all(b[name] is tensor for name, tensor in a.items())
+
+
 class Encoder(nn.Module):
     """Embeddings, blocks and a norm: tokens to vectors; every token sees every other unless a mask hides it.
 
@@ -155,10 +161,12 @@ class Encoder(nn.Module):
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Convert or move the module; all layers have one table of a bias afterwards, too."""
+        """Convert or move the module; layers that shared the table of a bias before share it afterwards."""
+        biases = [getattr(cast(Block, block).attention, "bias", None) for block in self.blocks]
+        of_layers = itertools.pairwise(bias for bias in biases if isinstance(bias, SpecModule))
+        shared = [pair for pair in of_layers if _share_tensors(*pair)]
         super()._apply(fn, recurse)
-        biases = [cast(Any, block).attention.bias for block in self.blocks if hasattr(block.attention, "bias")]
-        for first, other in itertools.pairwise(bias for bias in biases if bias is not None):
+        for first, other in shared:
             other._parameters.update(first._parameters)
             other._buffers.update(first._buffers)
         return self

@@ -1,6 +1,5 @@
 """A call of the whole sequence as one rank sees it: checked, bound to the sequence, and equal on all ranks."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint, Spec
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
+from regard.parallel.digest import digest
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import Ranks
@@ -248,11 +248,3 @@ def text_of(spec: Spec | None) -> str:
         if content.is_cacheable:
             _texts.put(content, text)
     return text
-
-
-def digest(*parts: str | bytes) -> str:
-    """A short text that differs where the parts do, the same in every process."""
-    found = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        found.update(part.encode() if isinstance(part, str) else part)
-    return found.hexdigest()

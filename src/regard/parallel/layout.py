@@ -12,7 +12,6 @@ Zigzag: Zhu 2024 (ring-flash-attention). Striped: Brandon et al. 2023, arXiv:231
 `balance.py`. Importing this module imports no torch: costs are counted with it.
 """
 
-import hashlib
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from regard.errors import ProblemError
 from regard.integers import as_integer, is_integer
+from regard.parallel.digest import digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +118,7 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """A short text that differs where the positions of a rank do, the same in every process."""
-        return hashlib.blake2b(repr(self.runs).encode(), digest_size=6).hexdigest()
+        return digest(repr(self.runs))
 
     @cached_property
     def pieces(self) -> Pieces:

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from regard.errors import ProblemError, RankError, RegardError
+from regard.parallel.digest import digest
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for another."""
@@ -170,8 +171,8 @@ class Ranks:
         if not known:
             self._compare()
             self.known.texts[form] = of_form
-        digest = hashlib.blake2b(f"{self.number} {self.text}".encode(), digest_size=8).digest()
-        self.seal = int.from_bytes(digest) % SEALS.get(dist.get_backend(self.group), FEW_SEALS)
+        sealed = hashlib.blake2b(f"{self.number} {self.text}".encode(), digest_size=8).digest()
+        self.seal = int.from_bytes(sealed) % SEALS.get(dist.get_backend(self.group), FEW_SEALS)
 
     def refuse(self, why: str) -> None:
         """Begin a call that raises an error on this rank, and tell others so; waits for nobody."""
@@ -371,8 +372,7 @@ class Ranks:
     def _prefix(self) -> str:
         """Begins the group's keys: each of its ranks adds one to a number in the store, before it asks anything."""
         if not self.known.prefix:
-            members = repr(dist.get_process_group_ranks(self.group)).encode()
-            name = f"regard/{hashlib.blake2b(members, digest_size=6).hexdigest()}"
+            name = f"regard/{digest(repr(dist.get_process_group_ranks(self.group)))}"
             before = (self.group.get_group_store().add(name, 1) - 1) // self.size
             self.known.prefix = f"{name}/{before}"
         return self.known.prefix
