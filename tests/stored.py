@@ -4,8 +4,14 @@ import torch
 from torch import Tensor
 
 from regard.cache import Codec, StoredTensor
+from regard.cache.store import CachedTensor
 from regard.storage.codec import TILE, Codes, encode_rows, encode_tiled
 from regard.storage.stored import Part
+
+
+def dense(t: CachedTensor) -> Tensor:
+    """What is stored, decoded; a tensor as it is."""
+    return t if isinstance(t, Tensor) else t.dense()
 
 
 def plain(t: Tensor) -> Part:

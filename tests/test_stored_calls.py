@@ -11,7 +11,7 @@ from regard.cache import Int4, Int8, StoredTensor
 from regard.extend import Bias, spec
 from regard.scores import Cosine
 from regard.storage.hadamard import hadamard
-from tests.stored import coded, paged, plain
+from tests.stored import coded, dense, paged, plain
 
 
 def normal(*sizes: int, seed: int = 0) -> Tensor:
@@ -31,10 +31,6 @@ STORED = {
     "int4": (mixed(K, Int4(), keys=True), mixed(V, Int4(), keys=False)),
     "one tensor": (paged(K, 3), V),
 }
-
-
-def dense(side: Tensor | StoredTensor) -> Tensor:
-    return side.dense() if isinstance(side, StoredTensor) else side
 
 
 @pytest.mark.parametrize("engine", ["native", "reference", "reference64"])

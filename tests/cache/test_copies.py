@@ -12,9 +12,9 @@ from torch import Tensor
 
 from regard import Causal, ProblemError, Rope, Window, attend
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
-from regard.cache.store import CachedTensor
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from tests.stored import dense
 
 HEADS, QK, V = 3, 8, 5
 
@@ -63,10 +63,6 @@ WORDS = [
     if not (layout == "rolling" and policy != "none") and not (layout == "latent" and codec == "int8 rotated")
 ]
 """By default each layout and codec, and a policy of eviction with an eighth of them."""
-
-
-def dense(found: CachedTensor) -> Tensor:
-    return found if isinstance(found, Tensor) else found.dense()
 
 
 class Step:

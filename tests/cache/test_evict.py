@@ -22,6 +22,7 @@ from regard.describe.position import Rope
 from regard.storage.codec import Int8
 from regard.storage.stored import Contiguous, Layout, Paged
 from tests.cache.evicted import append, by_definition, feed, inside, kept_by, stream
+from tests.stored import dense
 
 WORDS = [
     pytest.param(SinksAndRecent, {}, id="SinksAndRecent"),
@@ -489,6 +490,39 @@ def test_a_policy_of_your_own_sees_tokens_as_they_are_appended_where_a_codec_rot
     cache.append(k, v)
     assert torch.equal(seen[0][0], k)
     assert torch.equal(seen[0][1], v)
+
+
+@pytest.mark.parametrize("layout", [None, Paged(16)])
+@pytest.mark.parametrize("codec", [None, Int8(group=16, residual=16)])
+@pytest.mark.parametrize("before", [0, 30])
+def test_an_append_at_which_a_policy_of_your_own_fails_appends_nothing(
+    layout: Layout | None, codec: Int8 | None, before: int
+):
+    k, v = torch.randn(2, 3, 50, 16), torch.rand(2, 3, 50, 16)
+    fails = [False]
+
+    class Failing(ByValues):
+        def append(self, k: Tensor, v: Tensor | None) -> None:
+            super().append(k, v)
+            if fails[0]:
+                raise MemoryError
+
+    class Word(LongestValues):
+        def start(self) -> EvictionState[LongestValues]:
+            return Failing(self)
+
+    caches = [KVCache(layout, codec, Word(24)) for _ in range(2)]
+    for cache in caches:
+        if before:
+            cache.append(k[:, :, :before], v[:, :, :before])
+    fails[0] = True
+    with pytest.raises(MemoryError):
+        caches[0].append(k[:, :, before:40], v[:, :, before:40])
+    fails[0] = False
+    assert caches[0].tokens_seen == before
+    for first, last in ((before, 40), (40, 41), (41, 50)):
+        found, expected = (cache.append(k[:, :, first:last], v[:, :, first:last]) for cache in caches)
+        assert all(torch.equal(dense(a), dense(b)) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_policy_of_your_own_sees_values():

@@ -15,6 +15,7 @@ from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import CachedTensor
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from tests.stored import dense
 
 BATCH, HEADS, QK, V = 2, 3, 8, 5
 
@@ -47,10 +48,6 @@ class Int6(Codec):
 def tokens_of(layout: Layout, count: int, batch: int = BATCH) -> tuple[Tensor, Tensor | None]:
     k = torch.randn(batch, HEADS, count, QK)
     return k, None if isinstance(layout, Latent) else torch.randn(batch, HEADS, count, V)
-
-
-def dense(found: CachedTensor) -> Tensor:
-    return found if isinstance(found, Tensor) else found.dense()
 
 
 def goes_together(layout: str, codec: str, policy: str) -> bool:

@@ -14,16 +14,13 @@ from regard.cache.batch_table import BatchTable
 from regard.cache.paged import PagedStore
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Paged, StoredTensor
+from tests.stored import dense
 
 QK, V = 13, 7
 
 
 def tokens_of(count: int, batch: int = 2, kv_heads: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, kv_heads, count, QK), torch.randn(batch, kv_heads, count, V)
-
-
-def dense(t: Tensor | StoredTensor) -> Tensor:
-    return t.dense() if isinstance(t, StoredTensor) else t
 
 
 def store_of(cache: KVCache) -> PagedStore:

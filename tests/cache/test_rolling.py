@@ -14,16 +14,13 @@ from regard.cache.store import CachedTensor
 from regard.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Rolling, StoredTensor
+from tests.stored import dense
 
 BATCH, HEADS, QUERY_HEADS, DIM, V = 2, 3, 6, 8, 5
 
 
 def tokens_of(count: int, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, HEADS, count, DIM, dtype=dtype), torch.randn(batch, HEADS, count, V, dtype=dtype)
-
-
-def dense(found: CachedTensor) -> Tensor:
-    return found if isinstance(found, Tensor) else found.dense()
 
 
 ROPES = {

@@ -165,13 +165,17 @@ class KVCache:
         if self._policy_state is not None and k.shape[2]:
             self._evict(store, self._policy_state, k.shape[2])
         stored = (hadamard(k), None if v is None else hadamard(v)) if self._is_rotated else (k, v)
-        cached = store.append(*stored)
+        seen, cached = store.tokens_seen, store.append(*stored)
         if isinstance(self.layout, Latent):
             cached = cached[0], leading_channels(cached[0], self.layout.rank)
         if self._store is None:
             self._store, self._policy_state = store, None if self.evict is None else self.evict.start()
         if self._policy_state is not None:
-            self._policy_state.append(k, v)
+            try:
+                self._policy_state.append(k, v)
+            except BaseException:  # by a policy of a user's own, or Ctrl-C: nothing is appended
+                self.crop(seen)
+                raise
         return cached
 
     def observe(
