@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from regard.cost import config as config_module
-from regard.cost import family_rules, find_model, layer_patterns, load_model, mixtures
+from regard.cost import cost, family_rules, find_model, layer_patterns, load_model, mixtures
 from regard.cost.config import from_config
 from regard.cost.config_fields import NAMES
 from regard.cost.entries import SHARED_EXPERTS
@@ -24,6 +24,7 @@ auto = pytest.importorskip("transformers.models.auto")
 torch = pytest.importorskip("torch")
 
 DECODERS = auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+FILL_MASKS = auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 BOTH = {**auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "whisper": "WhisperForConditionalGeneration"}
 ENCODERS = (
     "bert", "bert-generation", "camembert", "data2vec-text", "ernie", "megatron-bert", "modernbert", "roberta",
@@ -87,10 +88,12 @@ SETTINGS = {
 
 FORMS = [
     ("beam", {"attention_bias": True, "num_hidden_layers": 4}),
-    ("bert", {"is_decoder": True}),
-    ("bert-generation", {"is_decoder": True}),
+    *((family, {"is_decoder": True}) for family in family_rules.BERTS),
+    ("bert", {"is_decoder": True, "tie_word_embeddings": False}),
     ("bert-generation", {"is_decoder": True, "tie_word_embeddings": False}),
+    ("megatron-bert", {"is_decoder": True, "tie_word_embeddings": False}),
     ("cohere", {"use_qk_norm": True}),
+    ("cohere2_moe", {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 100}),
     ("llama4_text", {"moe_layers": [1, 3], "num_hidden_layers": 4}),
     ("deepseek_v2", {"q_lora_rank": None}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
@@ -131,6 +134,7 @@ FORMS = [
     ("laguna", {"gating": False, "attention_bias": True}),
     ("laguna", {"gating": "per-element"}),
     ("laguna", {"gating": "per-head"}),
+    ("laguna", {"num_attention_heads_per_layer": [16] * 40}),
     ("marian", {"share_encoder_decoder_embeddings": False}),
     ("marian", {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 60_000}),
     ("marian", {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}),
@@ -148,7 +152,7 @@ def make(family, **settings):
     config = auto.configuration_auto.CONFIG_MAPPING[family](**{**NEEDED.get(family, {}), **settings})
     text = getattr(config, "text_config", None)
     kind = auto.AutoModelForCausalLM
-    if family in ENCODERS and not (family == "bert-generation" and settings.get("is_decoder")):
+    if family in ENCODERS and not settings.get("is_decoder"):
         kind = auto.AutoModel
     elif family == "whisper":
         kind = auto.AutoModelForSpeechSeq2Seq
@@ -166,10 +170,32 @@ def text_family(family):
     return family if text is None else text.model_type
 
 
-def test_every_architecture_that_generates_is_counted_or_refused_by_name():
+def test_every_architecture_that_generates_or_fills_masks_is_counted_or_refused_by_name():
     counted, refused = set(family_names()), set(refusals())
     assert not counted & refused
-    assert {text_family(family) for family in {*DECODERS, *BOTH}} - counted - refused == set()
+    assert {text_family(family) for family in {*DECODERS, *BOTH, *FILL_MASKS}} - counted - refused == set()
+
+
+LIKE_LLAMA = {
+    "chameleon", "cosmos3_edge_text", "deepseek_ocr2_text", "glm4v_text", "glm_image_text", "glm_ocr_text",
+    "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "imagegpt", "mistral4", "molmo2_text",
+    "muse_glimmer_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text",
+    "qwen3_vl_moe_text", "qwen3_vl_text",
+}  # fmt: skip
+"""Families that are neither counted nor refused by name, and that count as Llama's: causal decoders, all of them."""
+
+
+def test_families_that_count_as_llamas_are_causal_decoders():
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip(f"the families are those of transformers 5.24, and this is {transformers.__version__}")
+    found = set()
+    for family in {*auto.configuration_auto.CONFIG_MAPPING.keys()} - {*family_names(), *refusals()}:
+        with contextlib.suppress(Exception):  # of a configuration that its defaults cannot make, and refused entries
+            entries = auto.configuration_auto.CONFIG_MAPPING[family]().to_dict()
+            if from_config("m", entries).notes[0].startswith("model_type"):
+                found.add(family)
+    assert found == LIKE_LLAMA
 
 
 def test_every_name_is_a_family_of_transformers():
@@ -235,6 +261,59 @@ def test_a_config_json_of_the_authors_has_the_parameters_that_transformers_makes
     _, made = make(family, **settings)
     read = from_config("m", {"model_type": family, **NEEDED.get(family, {}), **settings})
     assert parameters(read).total == sum({id(p): p.numel() for p in made.parameters()}.values())
+
+
+FOREIGN = [
+    ("aria_text", {"moe_intermediate_size": 24}),
+    ("bert", {"num_key_value_heads": 2}),
+    ("cohere2_moe", {"moe_intermediate_size": 24}),
+    ("dbrx", {"attention_bias": True}),
+    ("deepseek_v3", {"shared_expert_intermediate_size": 28}),
+]
+"""Entries of other families."""
+
+
+@pytest.mark.parametrize(("family", "settings"), FOREIGN, ids=map(str, FOREIGN))
+def test_an_entry_that_a_family_does_not_read_changes_nothing(family, settings):
+    entries = {"model_type": family, **NEEDED.get(family, {})}
+    assert from_config("m", entries | settings) == from_config("m", entries)
+
+
+BOTH_WAYS = {
+    "use_bidirectional_attention": True, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "vocab_size": 50, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "settings"), [("gemma", {}), ("gemma3_text", {"sliding_window": 8})])
+def test_a_gemma_that_attends_both_ways_is_an_encoder_with_the_pairs_of_transformers(family, settings):
+    entries, tokens = BOTH_WAYS | settings, torch.arange(1, 14)[None]
+    made = auto.AutoModel.from_config(auto.configuration_auto.CONFIG_MAPPING[family](**entries)).eval()
+    pairs = 0
+    with torch.no_grad():
+        before = made(tokens).last_hidden_state
+        for key in range(13):
+            after = made(tokens + 20 * (torch.arange(13) == key)).last_hidden_state
+            pairs += int((before != after).any(-1).sum())
+    found = cost(from_config("m", {"model_type": family, **entries}), context=13)
+    assert found.model.attention.pattern.pairs(queries=13, keys=13) == pairs
+    assert (found.cache_bytes, found.step, found.prompt.logits.flops) == (0, None, 0)
+
+
+def test_the_text_model_of_a_paligemma_generates():
+    """transformers writes into its text_config that it attends both ways, which holds for its prompt alone."""
+    entries = auto.configuration_auto.CONFIG_MAPPING["paligemma"]().to_dict()
+    assert entries["text_config"]["use_bidirectional_attention"]
+    assert from_config("m", entries).is_causal
+
+
+@pytest.mark.parametrize("family", family_rules.BERTS)
+def test_a_bert_that_is_a_decoder_has_a_cache_and_decodes(family):
+    entries = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    decoder = cost(from_config("m", entries | {"is_decoder": True}), context=100)
+    assert decoder.cache_bytes == 2 * 2 * 64 * 2 * 100
+    assert decoder.step.logits.flops == 2 * 64 * decoder.model.vocab
+    assert cost(from_config("m", entries), context=100).step is None
 
 
 def kind_of(layer):

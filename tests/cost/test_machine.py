@@ -4,8 +4,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard.cost.machine
+from regard import explain
+from regard.cost.machine import Machine
 from regard.cost.machines import find_machine, machine_names
 from regard.errors import ProblemError
 
@@ -56,3 +59,31 @@ def test_unknown_machines_and_types_list_what_there_is():
         find_machine("h300")
     with pytest.raises(ProblemError, match=r"V100.* has no published FLOP/s of int8: expected one of float16"):
         find_machine("v100").peak("int8")
+
+
+LIMITS = {"name": "mine", "title": "Mine", "source": "me", "bandwidth": 1e11, "memory": 2**34, "fast_memory": 2**20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": {}}, r"^machine mine: flops is {}: expected FLOP/s by type, such as {'float32': 1e12}.$"),
+        ({"flops": 1e12}, "^machine mine: flops is 1000000000000.0: expected FLOP/s by type"),
+        ({"flops": {"bf16": 1e12}}, "^machine mine: flops has 'bf16': expected names of float64, float32, .* int8.$"),
+        ({"flops": {"float32": "1e12"}}, "^machine mine: float32 is '1e12': expected a number above 0.$"),
+        ({"flops": {"float32": float("nan")}}, "^machine mine: float32 is nan: expected a number above 0.$"),
+        ({"memory": 0}, "^machine mine: memory is 0: expected a number above 0.$"),
+        ({"bandwidth": None}, "^machine mine: bandwidth is None: expected a number above 0.$"),
+    ],
+)
+def test_a_machine_of_your_own_has_numbers_by_known_types(changes, message):
+    with pytest.raises(ProblemError, match=message):
+        Machine(**{**LIMITS, "flops": {"float32": 1e12}, **changes})
+
+
+def test_an_explained_call_of_a_type_without_a_figure_has_no_least_time():
+    q = torch.empty(1, 4, 512, 64, device="meta")
+    explained = [str(explain(*[q.to(dtype)] * 3, device="cuda:l4")) for dtype in (torch.float64, torch.float32)]
+    last = [text.splitlines()[-1] for text in explained]
+    assert last[0] == "on NVIDIA L4 no least time: no figure for float64"
+    assert last[1].startswith("on NVIDIA L4 at least ")

@@ -61,7 +61,7 @@ def test_the_defaults_of_transformers_are_the_published_shapes(family, name):
 def test_a_family_that_is_not_known_is_read_as_llamas_with_a_note():
     entries = {"model_type": "newest", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = from_config("m", {**entries, "vocab_size": 7, "intermediate_size": 16})
-    assert "newest" in model.notes[0]
+    assert model.notes[0].startswith("model_type 'newest' is not known: it counts as a causal decoder")
     assert model.layers[0].mlp.gated
 
 
@@ -97,7 +97,11 @@ def test_a_quantised_checkpoint_of_a_model_with_images_has_a_note():
 
 @pytest.mark.parametrize(
     ("entries", "part"),
-    [({"model_type": "roberta"}, "pooler"), ({"model_type": "modernbert-decoder"}, "dense layer before the output")],
+    [
+        ({"model_type": "roberta"}, "pooler"),
+        ({"model_type": "roberta", "is_decoder": True}, "dense layer before the output"),
+        ({"model_type": "modernbert-decoder"}, "dense layer before the output"),
+    ],
 )
 def test_parts_that_count_as_parameters_alone_are_named_in_a_note(entries, part):
     assert any(part in note for note in from_config("m", entries).notes)
@@ -128,6 +132,17 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         ({"model_type": "mixtral", "num_local_experts": 1}, "^m has one expert, with a router that is not counted: "),
         ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 1}}, "^m has one expert"),
         ({"model_type": "dots1", "n_routed_experts": 1}, "^m has one expert"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 0}, "^m has no expert, with a router that is not counted: "),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "^m has no expert"),
+        ({"model_type": "bart", "encoder_layers": 0}, "^m: encoder_layers is 0: expected 1 or more.$"),
+        (
+            {"model_type": "laguna", "num_attention_heads_per_layer": [4, 8]},
+            r"^m: num_attention_heads_per_layer is \[4, 8\]: heads that differ between the layers are not counted.$",
+        ),
+        (
+            {"model_type": "laguna", "num_attention_heads_per_layer": [4]},
+            "^m: num_attention_heads_per_layer has a length of 1, with 2 layers: expected one entry for each.$",
+        ),
         ({"model_type": "gpt2", "add_cross_attention": True}, "^m has add_cross_attention: attention to an encoder of"),
         ({"model_type": "bloom", "n_embed": "x"}, "^m: hidden_size is 'x': expected a whole number.$"),
         ({"model_type": "axk1", "moe_layer_freq": 0}, "^m: moe_layer_freq is 0: expected 1 or more.$"),
@@ -178,6 +193,8 @@ def test_impossible_shapes_say_why(change, message):
 def test_one_expert_is_a_dense_mlp_where_the_family_makes_one():
     jamba = {"model_type": "jamba", "num_experts": 1}
     assert {layer.mlp.experts for layer in from_config("m", jamba).layers} == {1}
+    without = {"model_type": "qwen3_moe", "num_experts": 0}
+    assert {layer.mlp.experts for layer in from_config("m", without).layers} == {1}
     dense = {"model_type": "hunyuan_v1_dense", "head_dim": 128}
     assert from_config("m", {**dense, "num_experts": 1}).layers == from_config("m", dense).layers
 

@@ -10,9 +10,9 @@ from regard.cost import Storage, call_cost, cost, find_model, parameters
 from regard.cost.fields import from_fields
 from regard.cost.fit import USABLE
 from regard.cost.model import Latent, Model
-from regard.cost.model_cost import with_kv_heads, with_window
+from regard.cost.model_cost import with_kv_heads, with_latent, with_window
 from regard.cost.published import model_names
-from regard.cost.storage import cache_bytes, token_bytes
+from regard.cost.storage import cache_bytes, stored_bytes, token_bytes
 from regard.cost.traffic import naive_elements, tiled_elements
 from regard.cost.training import layer_bytes, training_memory
 from regard.cost.work import forward, prompt_call, step_call, training_step
@@ -123,6 +123,15 @@ def test_shared_caches_store_and_project_nothing():
     assert token_bytes(model) == 20 * 2 * (256 + 256) * 2
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_a_step_reads_a_shared_cache_as_it_is_stored(kind):
+    c = cost("gemma-3n-e4b", context=4096, storage=kind)
+    attentions = [layer.attention for layer in c.model.layers]
+    stored = sum(stored_bytes(replace(a, shares_cache=False), 4096, c.storage, 2) for a in attentions)
+    rows = sum(a.heads * (a.qk_dim + a.v_dim) * 2 for a in attentions)
+    assert c.step.attention.moved == pytest.approx(stored + rows, rel=1e-6)
+
+
 def test_chinchillas_rule_holds_for_long_training():
     """Training takes about 6 FLOPs a parameter and token, where attention is small (Kaplan et al. 2020, §2.1)."""
     model = find_model("llama-2-7b")
@@ -203,6 +212,19 @@ def test_what_ifs_are_changes_alone():
     assert [name for name, _ in cost("bert-base").what_if()] == ["as it is"]
     names = [name for name, _ in cost("gemma-2b", context=2048).what_if()]  # which has 8 heads
     assert names == ["as it is", "MHA", "MLA", "int8 cache", "int4 cache"]
+
+
+@pytest.mark.parametrize(("gate", "width"), [("element", 4 * 16), ("head", 4)])
+def test_a_model_keeps_its_gates_with_latents(gate, width):
+    plain, gated = with_latent(tiny(qkv_bias=True)), with_latent(tiny(qkv_bias=True, gate=gate))
+    biases = width * (gate == "element")
+    assert parameters(gated).total - parameters(plain).total == 2 * (64 * width + biases)
+    flops = [forward(model, prompt_call(10)).projections.flops for model in (plain, gated)]
+    assert flops[1] - flops[0] == 2 * 10 * 2 * 64 * width
+
+
+def test_attention_of_two_calls_has_no_latents():
+    assert with_latent(tiny(calls=2)) is None
 
 
 @pytest.mark.parametrize(

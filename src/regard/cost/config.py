@@ -1,8 +1,8 @@
 """The shapes of a model from its config.json, as transformers writes it.
 
 What models of a family share (biases, norms, gated MLPs) is not in a config.json: it comes from the families of
-models.toml, by `model_type`. A family that is not there is read as Llama's, with a note; layers that are no softmax
-attention raise an error.
+models.toml, by `model_type`. A family that is not there is read as Llama's, a causal decoder, with a note; layers that
+are no softmax attention raise an error.
 """
 
 import json
@@ -26,6 +26,9 @@ TEXT_CONFIGS = ("text_config", "llm_config")
 
 OUTER = ("tie_word_embeddings", "quantization_config")
 """Entries of such a model that hold for its text model, whatever its own entries are."""
+
+OF_PROMPTS = ("use_bidirectional_attention",)
+"""Entries of such a text model that hold for its prompt alone: PaliGemma generates text."""
 
 
 def read_config(path: Path) -> Model:
@@ -77,7 +80,8 @@ def _text_model(config: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any
     if nested is None:
         return config
     notes.append("The text model alone.")
-    return {**config[nested], **{each: config[each] for each in OUTER if config.get(each) is not None}}
+    text = {key: value for key, value in config[nested].items() if key not in OF_PROMPTS}
+    return {**text, **{each: config[each] for each in OUTER if config.get(each) is not None}}
 
 
 def _check_encoder(name: str, family: Family, config: Mapping[str, Any]) -> None:
@@ -158,7 +162,9 @@ def _family(name: str, family: str, notes: list[str]) -> Family:
     except ProblemError as error:
         raise ProblemError(f"{name}: {error}") from None
     if found is None:
-        notes.append(f"model_type {family!r} is not known: biases, norms and MLP count as Llama's.")
+        notes.append(
+            f"model_type {family!r} is not known: it counts as a causal decoder with Llama's biases, norms and MLP."
+        )
         found = find_family("llama")
         assert found is not None
     return found

@@ -35,7 +35,7 @@ NAMES = {
 FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "shared_gate")
 """Fields that are true or false."""
 
-AT_LEAST_ONE = ("d_model", "layers", "heads", "vocab", "window")
+AT_LEAST_ONE = ("d_model", "layers", "encoder_layers", "heads", "vocab", "window")
 """Fields that are not zero."""
 
 

@@ -39,7 +39,10 @@ LEAST = {
 NONE = ("local_attention", "mamba_d_ssm", *SHARED_EXPERTS)
 """Entries in which null says that there is none, whatever the default."""
 
-LISTS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers", "no_rope_layers")
+LISTS = (
+    "attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers", "no_rope_layers",
+    "num_attention_heads_per_layer",
+)  # fmt: skip
 """Entries that are lists of whole numbers."""
 
 KIND_LISTS = (*KINDS, "mlp_layer_types")

@@ -3,10 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from regard.cost.config_fields import checked_value
+from regard.cost.entries import check_length
 from regard.errors import ProblemError
 
 Entries = Mapping[str, Any]
 Fields = dict[str, Any]
+
+BERTS = (
+    "bert", "bert-generation", "camembert", "data2vec-text", "ernie", "megatron-bert", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
+)  # fmt: skip
+"""Encoders that are decoders where `is_decoder` is true."""
 
 
 def add_family(name: str, family: str, config: Entries, fields: Fields) -> None:
@@ -24,7 +32,7 @@ def add_family(name: str, family: str, config: Entries, fields: Fields) -> None:
         fields.pop("kv_heads", None)
 
 
-def _bert_generation(_name: str, config: Entries, fields: Fields) -> None:
+def _bert(_name: str, config: Entries, fields: Fields) -> None:
     if config.get("is_decoder"):
         fields["causal"] = fields["has_output"] = True
 
@@ -38,12 +46,26 @@ def _falcon(name: str, config: Entries, fields: Fields) -> None:
     fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = bool(config.get("bias", False))
 
 
+def _gemma(_name: str, config: Entries, fields: Fields) -> None:
+    """An encoder, such as EmbeddingGemma, whose windows have half of their tokens on each side."""
+    if config.get("use_bidirectional_attention"):
+        fields["causal"] = fields["has_output"] = False
+        if "window" in fields:
+            fields["window"] = fields["window"] // 2 + 1
+
+
 def _granitemoehybrid(_name: str, config: Entries, fields: Fields) -> None:
     if "experts" not in fields:  # the shared network is the only one
         fields["mlp"] = config.get("shared_intermediate_size") or fields["mlp"]
 
 
-def _laguna(_name: str, config: Entries, fields: Fields) -> None:
+def _laguna(name: str, config: Entries, fields: Fields) -> None:
+    key = "num_attention_heads_per_layer"
+    if (heads := config.get(key)) is not None:
+        check_length(name, key, heads, fields.get("layers", 0))
+        if len({*heads}) > 1:
+            raise ProblemError(f"{name}: {key} is {heads}: heads that differ between the layers are not counted.")
+        fields["heads"] = checked_value(name, "heads", key, heads)
     fields["gate"] = "head" if config.get("gating", True) in (True, "per-head") else "element"
     if fields["gate"] == "element":  # which has no bias
         fields["other_parameters"] = "-1 layers heads head_dim attention_bias"
@@ -100,8 +122,10 @@ def _stablelm(_name: str, config: Entries, fields: Fields) -> None:
 
 
 RULES: dict[str, Callable[[str, Entries, Fields], None]] = {
-    "bert-generation": _bert_generation,
+    **dict.fromkeys(BERTS, _bert),
     "falcon": _falcon,
+    "gemma": _gemma,
+    "gemma3_text": _gemma,
     "gpt_bigcode": _multi_query,
     "granitemoehybrid": _granitemoehybrid,
     "laguna": _laguna,

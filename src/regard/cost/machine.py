@@ -7,8 +7,13 @@ less; real kernels need more.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import cast
 
 from regard.errors import ProblemError
+
+TYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "fp8", "int8")
+"""The types of products by their names."""
 
 WIDER = {"bfloat16": ("float32",), "float16": ("float32",), "fp8": ("bfloat16", "float16", "float32"), "float64": ()}
 """The types whose products are computed where a machine has none of the first: operands are converted."""
@@ -43,13 +48,16 @@ class Machine:
 
     Attributes:
         name, title, source: its short name, its full name, and where the figures are published.
-        flops: FLOP/s of dense products, by type.
+        flops: FLOP/s of dense products, by type: one of `TYPES` or more.
         bandwidth: bytes/s of memory.
         memory: bytes of memory.
         fast_memory: bytes that a tile of one kernel can use.
         count: machines that share the work evenly; communication between them is not counted.
         efficiency: what kernels reach, by type, where it was measured.
         checked: another public page that has the figures, and which of them; "" where none was compared.
+
+    Raises:
+        ProblemError: a type is not known, or a limit is no number above 0.
     """
 
     name: str
@@ -64,10 +72,16 @@ class Machine:
     checked: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(cast(object, self.flops), Mapping) or not self.flops:
+            raise ProblemError(
+                f"machine {self.name}: flops is {self.flops!r}: expected FLOP/s by type, such as {{'float32': 1e12}}."
+            )
+        if unknown := [each for each in self.flops if each not in TYPES]:
+            raise ProblemError(f"machine {self.name}: flops has {unknown[0]!r}: expected names of {', '.join(TYPES)}.")
         limits = {"bandwidth": self.bandwidth, "memory": self.memory, "fast_memory": self.fast_memory}
         for name, value in {**limits, **self.flops}.items():
-            if not value > 0:
-                raise ProblemError(f"machine {self.name}: {name} is {value}: expected more than 0.")
+            if not isinstance(cast(object, value), Real) or not value > 0:
+                raise ProblemError(f"machine {self.name}: {name} is {value!r}: expected a number above 0.")
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of a type.

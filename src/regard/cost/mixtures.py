@@ -11,17 +11,25 @@ from regard.errors import ProblemError
 MLP_LETTERS = {"dense": "d", "sparse": "e"}
 """`mlp_layer_types` of transformers, as letters of `regard.cost.fields.from_fields`."""
 
+DENSE = {
+    0: ("flint", "granitemoehybrid", "jamba", "nemotron_h", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    1: ("jamba", "nemotron_h"),
+}
+"""By number of experts: the families whose layers are dense MLPs then; of nemotron_h, layers may have none."""
+
 OF_MIXTURES = ("experts", "active", "expert_mlp", "shared_mlp", "dense_layers", "shared_gate")
 """Fields that a model without experts does not have."""
 
 
 def check_experts(name: str, family: Family, fields: Mapping[str, Any]) -> None:
-    """Raise `ProblemError` for a mixture of one expert, which has a router all the same; a jamba is dense then."""
-    if fields.get("experts") != 1 or family.name in ("jamba", "nemotron_h"):  # of nemotron_h, layers may have none
+    """Raise `ProblemError` for a mixture of one expert or none, which has a router all the same, but for `DENSE`."""
+    count = fields.get("experts")
+    if count not in DENSE or family.name in DENSE[count]:
         return
     of_mixtures = {"experts", *family.read.get("experts", NAMES["experts"]), *NAMES["expert_mlp"]}
     if of_mixtures & {*family.fields, *default_entries(family.name)}:
-        raise ProblemError(f"{name} has one expert, with a router that is not counted: expected 2 experts or more.")
+        number = "one expert" if count else "no expert"
+        raise ProblemError(f"{name} has {number}, with a router that is not counted: expected 2 experts or more.")
 
 
 def add_experts(name: str, family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:

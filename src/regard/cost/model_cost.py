@@ -254,12 +254,12 @@ def with_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
 
 
 def with_latent(model: Model) -> Model | None:
-    """The model with multi-head latent attention of DeepSeek-V2's proportions; None if it has latents.
+    """The model with multi-head latent attention of DeepSeek-V2's proportions; None if it has latents or attends twice.
 
     kv_rank = 4 head_dim and rope_dim = head_dim / 2: DeepSeek-AI 2024, arXiv:2405.04434, §3.1.2.
     """
     a = model.attention
-    if a is None or a.latent is not None or a.qk_dim % 2:
+    if a is None or a.latent is not None or a.calls > 1 or a.qk_dim % 2:
         return None
     latent = Latent(4 * a.qk_dim, a.qk_dim // 2, a.qk_dim)
     return model.with_attention(latent=latent, kv_heads=a.heads, qk_dim=3 * a.qk_dim // 2, norm="", shares_cache=False)

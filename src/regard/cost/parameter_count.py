@@ -86,22 +86,21 @@ def attention_weights(a: Attention, d_model: int) -> Weights:
     Weights(queries=262144, keys=131072, expand=0, out=262144)
     """
     heads, out, c = a.heads * a.qk_dim, a.heads * a.v_dim * d_model, a.latent
+    gate = d_model * {"": 0, "element": a.heads * a.v_dim, "head": a.heads}[a.gate]
     if c is None:
-        gate = {"": 0, "element": a.heads * a.v_dim, "head": a.heads}[a.gate]
-        return Weights(
-            d_model * (heads + gate), 0 if a.shares_cache else d_model * a.kv_heads * (a.qk_dim + a.v_dim), 0, out
-        )
+        keys = 0 if a.shares_cache else d_model * a.kv_heads * (a.qk_dim + a.v_dim)
+        return Weights(d_model * heads + gate, keys, 0, out)
     queries = d_model * heads if c.q_rank is None else c.q_rank * (d_model + heads)
-    return Weights(queries, d_model * c.cached, c.kv_rank * a.heads * (c.nope_dim + a.v_dim), out)
+    return Weights(queries + gate, d_model * c.cached, c.kv_rank * a.heads * (c.nope_dim + a.v_dim), out)
 
 
 def attention_parameters(a: Attention, d_model: int) -> int:
     """Parameters of the projections of an attention, with their biases and norms."""
     matrices = sum(attention_weights(a, d_model)) + a.out_bias * d_model + a.sink * a.heads
+    gate = a.heads * a.v_dim * (a.gate == "element")
     if a.latent is not None:
         c = a.latent
-        return matrices + c.kv_rank + (c.q_rank or 0) + a.qkv_bias * (c.cached + (c.q_rank or 0))
-    gate = a.heads * a.v_dim * (a.gate == "element")
+        return matrices + c.kv_rank + (c.q_rank or 0) + a.qkv_bias * (c.cached + (c.q_rank or 0) + gate)
     width = a.heads * a.qk_dim + gate + (0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim))
     norms = {"": 0, "head": (2 - a.shares_cache) * a.qk_dim, "all": (a.heads + a.kv_heads) * a.qk_dim}[a.norm]
     return matrices + a.qkv_bias * width + norms

@@ -175,8 +175,9 @@ def _latent(a: Attention, queries: int, keys: int, pairs: int) -> tuple[int, int
 
 def _cached(a: Attention, keys: int, seen: int, call: Call) -> float:
     """Bytes of the keys and values that are seen, of one batch row, as the cache stores them."""
-    plain = (a.cached or a.kv_heads * (a.qk_dim + a.v_dim)) * call.item * seen
-    if call.storage is None or a.shares_cache or not a.pattern.causal or a.is_cross:
+    a = replace(a, shares_cache=False)  # a layer without a cache of its own reads that of another, as it is stored
+    plain = a.cached * call.item * seen
+    if call.storage is None or not a.pattern.causal or a.is_cross:
         return plain
     stored = stored_bytes(a, keys, call.storage, call.item)
     return stored * seen / max(1, a.pattern.stored(keys)) if stored else plain
