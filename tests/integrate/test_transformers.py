@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
@@ -9,15 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertModel,
     CLIPVisionConfig,
     DynamicCache,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    GptOssConfig,
+    GptOssModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaPreTrainedModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
     StaticCache,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -441,6 +447,31 @@ def test_models_in_a_model_get_their_attention_back():
             assert config.vision_config._attn_implementation != "eager"
         configs = config, config.text_config, config.vision_config
         assert [each._attn_implementation for each in configs] == ["sdpa", "sdpa", "eager"]
+
+
+class WithModel(LlamaForCausalLM):
+    """A model with another in it, whose config is not in its own."""
+
+    def __init__(self, config: LlamaConfig, inner: PreTrainedModel):
+        super().__init__(config)
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: BertModel(BertConfig(vocab_size=11, **SMALL)),
+        lambda: GptOssModel(GptOssConfig(vocab_size=11, **SMALL, head_dim=8, num_local_experts=2)),
+    ],
+    ids=["with sdpa as well", "without sdpa"],
+)
+def test_a_model_whose_config_is_in_no_other_gets_its_attention_back(inner: Callable[[], PreTrainedModel]):
+    register()
+    made = WithModel(LlamaConfig(vocab_size=11, **SMALL), inner())
+    made.inner.set_attn_implementation("eager")
+    with with_implementation(made, "regard"):
+        assert made.inner.config._attn_implementation == "regard"
+    assert [each.config._attn_implementation for each in (made, made.inner)] == ["sdpa", "eager"]
 
 
 def test_only_models_of_transformers_are_taken():

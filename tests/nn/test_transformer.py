@@ -1,5 +1,6 @@
 """Small whole models: what stands later changes nothing, caches change nothing, and they learn."""
 
+import copy
 import math
 from fractions import Fraction
 from functools import partial
@@ -378,3 +379,34 @@ def test_a_layer_that_was_given_a_table_of_its_own_keeps_it_when_the_model_is_co
     cast(Any, model.blocks[2]).attention.bias = nn.Parameter(torch.ones(3))  # of an attention class of the user
     first, own = (cast(Any, block).attention.bias.table for block in model.double().blocks[:2])
     assert (first.sum().item(), own.sum().item()) == (0.0, 32.0 * HEADS)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_were_given_the_tensors_of_a_state_have_one_table(learned: bool, device: str):
+    table = torch.randn(32, HEADS, requires_grad=learned)
+    state = Decoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(table)).state_dict()
+    other = torch.zeros(32, HEADS, device=device, requires_grad=learned)
+    with torch.device(device):
+        model = Decoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(other))
+    model.load_state_dict(state, assign=True)
+    first, *others = (cast(Any, block).attention.bias.table for block in model.body.blocks)
+    assert all(each is first for each in others)
+    assert torch.equal(first, table)
+    assert first.requires_grad == learned
+
+
+def test_a_layer_with_a_table_of_its_own_gets_that_of_a_state():
+    model = Encoder(VOCABULARY, WIDTH, 2, HEADS, position=T5Bias(torch.zeros(32, HEADS)))
+    cast(Any, model.blocks[1]).attention.bias = SpecModule(T5Bias(torch.ones(32, HEADS)))
+    model.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
+    first, own = (cast(Any, block).attention.bias.table for block in model.blocks)
+    assert (first.sum().item(), own.sum().item()) == (0.0, 32.0 * HEADS)
+
+
+def test_a_block_of_another_class_is_moved_and_loaded_with_the_others():
+    model = Encoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(torch.zeros(32, HEADS)))
+    model.blocks[1] = nn.Linear(WIDTH, WIDTH)
+    model.double().load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
+    first, _, last = model.blocks
+    assert cast(Any, first).attention.bias.table is cast(Any, last).attention.bias.table

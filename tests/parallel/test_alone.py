@@ -1,9 +1,11 @@
 """What one process shows: a group of one rank, errors that name what to do, compiled functions."""
 
 from collections.abc import Callable, Generator
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +85,12 @@ def test_calls_that_cannot_be_observed_are_refused():
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("timeout", [np.int64(20), np.float32(20), Fraction(41, 2)])
+def test_a_timeout_is_any_real_number(timeout: Any):
+    assert torch.equal(ring_attend(*qkv(), timeout=timeout), attend(*qkv()))
+
+
+@pytest.mark.usefixtures("alone")
 def test_wrong_arguments_are_named():
     q, k, v = qkv()
     with pytest.raises(KeywordError, match=r"mask=Causal\(\)"):
@@ -95,6 +103,10 @@ def test_wrong_arguments_are_named():
         ring_attend(q, k, v, timeout=0)
     with pytest.raises(ProblemError, match="timeout is '5': expected seconds"):
         ring_attend(q, k, v, timeout="5")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match="timeout is True: expected seconds"):
+        ring_attend(q, k, v, timeout=True)
+    with pytest.raises(ProblemError, match=r"this process \(rank 0\) is not in the group that ring_attend got"):
+        ring_attend(q, k, v, group=dist.GroupMember.NON_GROUP_MEMBER)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match=r"group is DeviceMesh: expected a process group.*mesh.get_group"):
         ring_attend(q, k, v, group=init_device_mesh("cpu", (1,)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="mesh is NoneType: expected a DeviceMesh"):
@@ -104,6 +116,8 @@ def test_wrong_arguments_are_named():
     for layout in (None, "zigzag"):
         with pytest.raises(ProblemError, match=f"layout is {layout!r}: expected a Layout"):
             attend_sharded(q, k, v, layout=layout)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match="layout is 'zigzag': expected a Layout"):
+        ShardedCache().append(k, v, layout="zigzag")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="k is NoneType: expected a tensor"):
         attend_sharded(q, None, v, layout=Layout.contiguous(53, 1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="is for inference, and a tensor requires a gradient"):

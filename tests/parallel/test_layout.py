@@ -132,6 +132,10 @@ def test_layouts_of_iterators_equal_those_of_tuples() -> None:
     assert Layout(8, (iter([part]) for part in (range(4), range(4, 8)))) == Layout.contiguous(8, 2)  # pyright: ignore[reportArgumentType]
 
 
+def test_sending_is_any_real_number() -> None:
+    assert Layout.balanced(97, 3, Causal(), sending=np.float32(4)) == Layout.balanced(97, 3, Causal(), sending=4.0)  # pyright: ignore[reportArgumentType]
+
+
 def test_the_digest_of_a_layout_tells_apart_which_rank_has_which_positions() -> None:
     made = [Layout.contiguous(8, 2), Layout.zigzag(8, 2), Layout.striped(8, 2), Layout.of_counts([8, 0])]
     made += [Layout.of_counts([0, 8]), Layout.of_counts([8]), Layout.of_counts([0, 0])]
@@ -160,6 +164,10 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
         (lambda: Layout(8, ((slice(8),),)), "for each rank a tuple of ranges"),  # pyright: ignore[reportArgumentType]
         (lambda: Layout(8, ((0, 1), (2, 3))), r"with the ranges \(\(0, 1\), \(2, 3\)\): expected"),  # pyright: ignore[reportArgumentType]
         (lambda: Layout(8, None), "with the ranges None: expected"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout.of_counts(np.array(3)), r"of_counts\(array\(3\)\): expected whole numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout.of_counts(torch.tensor(3)), r"of_counts\(tensor\(3\)\): expected whole numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: Layout.of_counts([1 << 62, 1 << 62]), f"a layout of {1 << 63} tokens: expected fewer than {1 << 60}"),
+        (lambda: Layout.contiguous(1 << 64, 1), f"a layout of {1 << 64} tokens: expected fewer than"),
         (lambda: Layout.of_counts(None), r"of_counts\(None\): expected whole numbers"),  # pyright: ignore[reportArgumentType]
         (
             lambda: Layout.balanced(8, 2, None, sending=-1),

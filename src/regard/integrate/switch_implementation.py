@@ -1,6 +1,6 @@
 """Setting the attention implementation of a model of transformers, for good or within a block."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,19 +34,25 @@ def with_implementation(model: Any, name: str) -> Generator[None]:
 @contextmanager
 def keeping_implementation(model: Any) -> Generator[None]:
     """After the block, the model and the models in it have the attention implementations that they had before."""
-    before = _implementations(model.config)
+    before = [(config, implementation_of(config)) for config in _configs(model)]
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, name in before:
+            config._attn_implementation_internal = name  # the property would set inner configs too
 
 
-def _implementations(config: Any) -> dict[str, Any]:
-    """The attention implementation of a config and of each config in it, as `set_attn_implementation` takes them."""
-    inner = {name: getattr(config, name, None) for name in config.sub_configs}
-    return {"": implementation_of(config)} | {
-        name: _implementations(sub) for name, sub in inner.items() if sub is not None
-    }
+def _configs(model: nn.Module) -> Iterable[Any]:
+    """The configs of a model and of the models in it, with the configs in these; each once."""
+    found = dict[int, Any]()
+    waiting = [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            inner = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [each for each in inner if each is not None]
+    return found.values()
 
 
 def _asks_interface(part: nn.Module) -> bool:

@@ -92,6 +92,13 @@ class Block(nn.Module):
         return x + change if self.skip else change
 
 
+def _share_again(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Give the second module of each pair the tensors of the first."""
+    for first, other in pairs:
+        other._parameters.update(first._parameters)
+        other._buffers.update(first._buffers)
+
+
 def _share_tensors(first: nn.Module, other: nn.Module) -> bool:
     """Whether two modules have the same tensors."""
     a, b = (dict([*module.named_parameters(), *module.named_buffers()]) for module in (first, other))
@@ -158,18 +165,32 @@ class Encoder(nn.Module):
         made: Iterable[Any] = ((own(), cross() if context_dim else None) for _ in range(layers))
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
+        self._shared: list[tuple[nn.Module, nn.Module]] = []  # pairs of biases, during `load_state_dict`
+        self.register_load_state_dict_post_hook(Encoder._after_load)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert or move the module; layers that shared the table of a bias before share it afterwards."""
-        biases = [getattr(cast(Block, block).attention, "bias", None) for block in self.blocks]
-        of_layers = itertools.pairwise(bias for bias in biases if isinstance(bias, SpecModule))
-        shared = [pair for pair in of_layers if _share_tensors(*pair)]
+        shared = self._biases_that_share()
         super()._apply(fn, recurse)
-        for first, other in shared:
-            other._parameters.update(first._parameters)
-            other._buffers.update(first._buffers)
+        _share_again(shared)
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load own tensors, before those of layers: with `assign=True` each layer would get a table of its own."""
+        self._shared = self._biases_that_share()
+        super()._load_from_state_dict(*args)
+
+    def _after_load(self, keys: object) -> None:
+        """Share tables again, once the layers are loaded."""
+        _share_again(self._shared)
+        self._shared = []
+
+    def _biases_that_share(self) -> list[tuple[nn.Module, nn.Module]]:
+        """The biases of layers next to one another that have the same tensors, in pairs."""
+        biases = [getattr(getattr(block, "attention", None), "bias", None) for block in self.blocks]
+        of_layers = itertools.pairwise(bias for bias in biases if isinstance(bias, SpecModule))
+        return [pair for pair in of_layers if _share_tensors(*pair)]
 
     def _draw(self, writes: int) -> None:
         nn.init.normal_(self.embedding.weight, std=self.d_model**-0.5)

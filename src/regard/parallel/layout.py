@@ -13,12 +13,14 @@ Zigzag: Zhu 2024 (ring-flash-attention). Striped: Brandon et al. 2023, arXiv:231
 """
 
 import math
+import operator
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
     from regard.cost.pairs import Pattern
     from regard.describe.mask import Mask
+
+LIMIT = 1 << 60
+"""A layout has fewer tokens: it can list the rank of each in 8 bytes."""
 
 FEW = 64
 """The most pieces that are joined as views of a tensor; more are gathered by index."""
@@ -75,6 +80,8 @@ class Layout:
                 "number of tokens, and for each rank a tuple of ranges."
             )
         object.__setattr__(self, "tokens", as_integer(self.tokens))
+        if self.tokens >= LIMIT:
+            raise ProblemError(f"a layout of {self.tokens} tokens: expected fewer than {LIMIT}.")
         object.__setattr__(self, "runs", tuple(tuple(run for run in each if run) for each in given))
         runs = [run for each in self.runs for run in each]
         ascending = all(a[-1] < b[0] for each in self.runs for a, b in pairwise(each))
@@ -175,7 +182,7 @@ class Layout:
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> "Layout":
         """Rank r has the r-th part of the sequence; the first ranks have one token more where it is uneven."""
-        return cls(tokens, tuple((part,) if len(part) else () for part in even_parts(tokens, ranks)))
+        return cls(tokens, tuple((part,) if part else () for part in even_parts(tokens, ranks)))
 
     @classmethod
     def of_counts(cls, counts: Iterable[int]) -> "Layout":
@@ -183,9 +190,9 @@ class Layout:
         listed = _listed(counts)
         if not all(is_integer(count, least=0) for count in listed):
             raise ProblemError(f"Layout.of_counts({counts!r}): expected whole numbers of tokens, 0 or more.")
-        stops = np.cumsum([0, *listed]).tolist()
+        stops = [0, *accumulate(operator.index(count) for count in listed)]
         parts = [range(a, b) for a, b in pairwise(stops)]
-        return cls(stops[-1], tuple((part,) if len(part) else () for part in parts))
+        return cls(stops[-1], tuple((part,) if part else () for part in parts))
 
     @classmethod
     def zigzag(cls, tokens: int, ranks: int) -> "Layout":
@@ -227,10 +234,10 @@ class Layout:
         (2048, 2048)
         """
         even_parts(tokens, ranks)  # checks both
-        is_number = isinstance(cast(object, sending), int | float) and not isinstance(sending, bool)
+        is_number = isinstance(cast(object, sending), Real) and not isinstance(sending, bool)
         if not is_number or not 0 <= sending < math.inf:
             raise ProblemError(f"Layout.balanced(sending={sending!r}): expected a finite number of pairs, 0 or more.")
-        return import_module("regard.parallel.balance").balanced(tokens, ranks, mask, sending)
+        return import_module("regard.parallel.balance").balanced(tokens, ranks, mask, float(sending))
 
     def __str__(self) -> str:
         return f"a layout of {self.tokens} tokens on {self.ranks} ranks"
@@ -266,9 +273,12 @@ def joined(parts: Sequence[range]) -> tuple[range, ...]:
 
 def _listed(given: object) -> Iterable[Any]:
     """An iterable; a list of what an iterator gives, which gives it once; [None] for what is no iterable."""
-    if not isinstance(given, Iterable):
+    iterable = cast("Iterable[Any]", given)
+    try:
+        is_iterator = iter(iterable) is iterable
+    except TypeError:  # also by an array or tensor of no dimensions, which has `__iter__`
         return [None]
-    return [*cast("Iterator[Any]", given)] if isinstance(given, Iterator) else cast("Iterable[Any]", given)
+    return [*iterable] if is_iterator else iterable
 
 
 def _cat(parts: "Sequence[Tensor]", dim: int) -> "Tensor":

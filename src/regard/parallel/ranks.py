@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn, cast
 from weakref import WeakKeyDictionary
 
@@ -126,9 +127,10 @@ class Ranks:
                 f"{function} needs a process group: call torch.distributed.init_process_group first, in a program that "
                 "torchrun starts."
             )
-        if not isinstance(cast(object, timeout), int | float) or not 0 < timeout < math.inf:
+        if not isinstance(cast(object, timeout), Real) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
             raise ProblemError(f"timeout is {timeout!r}: expected seconds, a finite number above 0.")
-        if not isinstance(group, dist.ProcessGroup | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to the ranks that it leaves out
+        if not isinstance(cast(object, group), dist.ProcessGroup | None) and group is not outside:
             raise ProblemError(
                 f"group is {type(group).__name__}: expected a process group, or None for all ranks. A dimension of a "
                 'DeviceMesh has one: mesh.get_group("name").'
@@ -137,7 +139,7 @@ class Ranks:
         if (rank := dist.get_rank(self.group)) < 0:
             raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
         self.rank, self.size = rank, dist.get_world_size(self.group)
-        self.timeout, self.function = timeout, function
+        self.timeout, self.function = float(timeout), function
         self.known = _known.setdefault(self.group, Known())
         if self.known.lost is not None:
             raise self.known.lost

@@ -16,6 +16,7 @@ from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+from regard.parallel.call import Place, check_layout
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of, positions_of
 from regard.parallel.ranks import TIMEOUT, Ranks
@@ -179,9 +180,7 @@ class ShardedCache:
         return found
 
     def _placed(self, layout: Layout, k: Tensor) -> list[tuple[range, int]]:
-        me = self._ranks.rank
-        if layout.ranks != self._ranks.size or layout.counts[me] != k.shape[2]:
-            raise ProblemError(f"k has {k.shape[2]} tokens on rank {me} of {self._ranks.size}, and this is {layout}.")
+        check_layout("layout", layout, "k", k, Place(self._ranks.rank, self._ranks.size))
         edges, owners = layout.pieces
         ranges = [range(self.tokens + a, self.tokens + b) for a, b in pairwise(edges.tolist())]
         return list(zip(ranges, owners.tolist(), strict=True))

@@ -226,10 +226,20 @@ def test_the_strongest_pairs_of_a_window_compute_what_the_window_keeps(monkeypat
     )
 
 
-def test_a_selected_head_without_a_close_up_has_a_note():
-    weights = Weights.of(drawn(bias=TensorBias(torch.randn(QUERIES, KEYS)))).only(0)
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda: drawn(bias=TensorBias(torch.randn(QUERIES, KEYS))), "its mask or its bias is another"),
+        (lambda: called(*torch.full((2, 1, HEADS, QUERIES, 5), torch.nan)), "its weights are not finite"),
+        (lambda: drawn(scale=1e9), "its scores are too large for the page's float32 totals"),
+    ],
+    ids=["a bias by pair", "no numbers", "large scores"],
+)
+def test_a_selected_head_without_a_close_up_has_a_note_that_says_why(call, why):
+    weights = Weights.of(call()).only(0)
     collector = CloseUpCollector([(4, 1)], others=False)
     collector.offer(weights, [Head(4, head, 0, {}) for head in range(2)])
     (note,) = collector.notes
-    assert "Head 4.1 has no close-up" in note
+    assert note.startswith("Head 4.1 has no close-up: ")
+    assert why in note
     assert collector.of([]) == ()

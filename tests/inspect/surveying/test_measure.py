@@ -1,10 +1,22 @@
 """`measure`: some measures of every head of a model, a user's own among them."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import RobertaConfig, RobertaModel
+from transformers import (
+    CodeGenConfig,
+    CodeGenModel,
+    GPTJConfig,
+    GPTJModel,
+    M2M100Config,
+    M2M100Model,
+    NemotronHConfig,
+    NemotronHModel,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from regard.errors import ProblemError
 from regard.inspect import Measure, measure, observe, survey
@@ -176,5 +188,29 @@ def test_a_text_longer_than_learned_positions_is_refused():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = RobertaModel(RobertaConfig(vocab_size=50, max_position_embeddings=12, **sizes))
     assert measure(model, torch.arange(2, 12), ["sink"])["sink"].value.shape == (1, 2)
-    with pytest.raises(ProblemError, match="11 tokens, and the model has learned 10 positions: shorten it"):
+    with pytest.raises(ProblemError, match="11 tokens, and the model has a table of 10 positions: shorten it to 10 t"):
         measure(model, torch.arange(2, 13), ["sink"])
+
+
+GPTJ = {"vocab_size": 50, "n_positions": 12, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+M2M100 = {"vocab_size": 50, "max_position_embeddings": 12, "d_model": 16, "encoder_layers": 1}
+M2M100 |= {"encoder_attention_heads": 2, "decoder_layers": 1, "decoder_attention_heads": 2}
+NEMOTRON = {"vocab_size": 50, "max_position_embeddings": 12, "hidden_size": 16, "intermediate_size": 16}
+NEMOTRON |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "layers_block_type": ["attention"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "ends"),
+    [
+        (lambda: GPTJModel(GPTJConfig(**GPTJ)), True),
+        (lambda: CodeGenModel(CodeGenConfig(**GPTJ)), True),
+        (lambda: NemotronHModel(NemotronHConfig(**NEMOTRON)), False),
+        (lambda: M2M100Model(M2M100Config(**M2M100)), False),
+    ],
+    ids=["GPT-J, a buffer", "CodeGen, a buffer", "Nemotron-H, no positions", "M2M100, a table that becomes longer"],
+)
+def test_only_a_text_longer_than_a_table_of_positions_is_refused(model, ends):
+    made = model()
+    assert measure(made, torch.arange(5, 17), ["sink"])["sink"].value.shape[0] == 1
+    with pytest.raises(ProblemError, match="has a table of 12 positions") if ends else nullcontext():
+        measure(made, torch.arange(5, 18), ["sink"])

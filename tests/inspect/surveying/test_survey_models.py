@@ -23,6 +23,8 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     RobertaConfig,
     RobertaModel,
     T5Config,
@@ -150,7 +152,7 @@ def test_positions_behind_a_row_for_padding_are_fewer_than_rows(tokenizer):
     sizes = SIZES | {"max_position_embeddings": 34, "pad_token_id": 1}
     roberta = RobertaModel(RobertaConfig(**sizes)).eval()
     assert agrees_with_eager(survey(roberta, tokenizer, TEXT * 9, tokens=32))
-    with pytest.raises(ProblemError, match=r"33 tokens, .* has learned 32 positions: shorten the text to 32 tokens"):
+    with pytest.raises(ProblemError, match=r"33 tokens, .* has a table of 32 positions: shorten the text to 32 tokens"):
         survey(roberta, tokenizer, TEXT * 9, tokens=33)
 
 
@@ -177,9 +179,17 @@ def test_windows_and_learned_positions(tokenizer):
     assert agrees_with_eager(gpt2)
     assert (gpt2.run.layers, gpt2.run.heads) == (2, 4)
     with pytest.raises(
-        ProblemError, match=r"has learned 64 positions: shorten the text to 60 tokens, or generate fewer"
+        ProblemError, match=r"has a table of 64 positions: shorten the text to 60 tokens, or generate fewer"
     ):
         survey(GPT2LMHeadModel(config), tokenizer, TEXT * 6, new_tokens=4)
+
+
+def test_a_model_without_positions_reads_on_beyond_its_context_with_a_note(tokenizer):
+    sizes: dict[str, Any] = LLAMA | {"max_position_embeddings": 32, "head_dim": 4}
+    nemotron = NemotronHForCausalLM(NemotronHConfig(**sizes, layers_block_type=["attention"]))
+    report = survey(nemotron, tokenizer, TEXT * 9, tokens=33, new_tokens=0)
+    assert agrees_with_eager(report)
+    assert "33 tokens, and the model was trained on 32 positions" in report.run.notes[0]
 
 
 def test_of_an_encoder_and_decoder_the_encoder_is_measured(tokenizer):

@@ -44,21 +44,26 @@ class KeyRanges(NamedTuple):
 def close_up(
     weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None] | None = None
 ) -> CloseUp | None:
-    """The close-up of one head of a call, or None if this form does not support its mask or bias.
+    """The close-up of one head of a call; None if its form has no such mask or bias, or shows other weights.
 
     Args:
         weights: of one sequence over itself, [1, heads, tokens, tokens].
         known: the key ranges of masks read before: a mask whose bounds decide nothing takes O(n^2).
     """
+    close = _unchecked(weights, layer, head, {} if known is None else known)
+    return close if close is not None and _is_right(close, weights.heads(head)) else None
+
+
+def _unchecked(weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None]) -> CloseUp | None:
+    """The close-up of one head before its weights are compared; None if its form has no such mask or bias."""
     group = weights.shape[1] // weights.k.shape[1]
     bias = _distance_bias(weights, head)
-    runs = _known_runs(weights, head, {} if known is None else known)
+    runs = _known_runs(weights, head, known)
     if runs is None or (bias is None) != (weights.bias is None):
         return None
     q, k = (each.float().cpu().numpy() for each in (weights.q[0, head], weights.k[0, head // group]))
     total = weights.total.expand(weights.shape[:3])[0, head].float().cpu().numpy()
-    close = CloseUp(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
-    return close if _is_right(close, weights.heads(head)) else None
+    return CloseUp(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
 
 
 def close_up_rows(close: CloseUp, start: int, stop: int) -> NDArray[np.float32]:
@@ -205,6 +210,13 @@ def _distance_bias(weights: Weights, head: int) -> NDArray[np.float32] | None:
 BUDGET = 4 * 2**20
 """Bytes for close-ups of heads that were not selected: 15 heads of 1,024 tokens; at least one for longer texts."""
 
+OTHER_FORM = (
+    "a page computes weights from queries, keys, runs of visible keys and a bias by distance, and its mask or its bias "
+    "is another"
+)
+OTHER_WEIGHTS = "its weights are not finite, or its scores are too large for the page's float32 totals"
+"""Why a head has no close-up."""
+
 Place = tuple[int, int]
 
 
@@ -221,6 +233,7 @@ class CloseUpCollector:
     def __init__(self, selected: Sequence[Place], others: bool) -> None:
         self._selected, self._others = selected, others
         self._kept: dict[Place, CloseUp] = {}
+        self._missing: dict[Place, str] = {}
         self._masks: dict[object, KeyRanges | None] = {}
         self._candidates: dict[str, list[tuple[float, CloseUp]]] = {}
 
@@ -228,8 +241,7 @@ class CloseUpCollector:
         """Consider the heads of a layer, during its call."""
         for head in heads:
             if (head.layer, head.head) in self._selected:
-                close = close_up(weights, head.layer, head.head, self._masks)
-                self._kept |= {} if close is None else {(head.layer, head.head): close}
+                self._keep(weights, head)
             elif self._others:
                 self._consider(weights, head)
 
@@ -254,11 +266,20 @@ class CloseUpCollector:
     def notes(self) -> list[str]:
         """A note for each selected head that has no close-up."""
         return [
-            f"Head {layer}.{head} has no close-up: a page computes weights from queries, keys, runs of visible keys "
-            "and a bias by distance, and its mask or its bias is another. `regard.inspect.observe` reads its weights."
+            f"Head {layer}.{head} has no close-up: {self._missing[layer, head]}. `regard.inspect.observe` reads its "
+            "weights."
             for layer, head in self._selected
-            if (layer, head) not in self._kept
+            if (layer, head) in self._missing
         ]
+
+    def _keep(self, weights: Weights, head: Head) -> None:
+        """Store the close-up of a selected head, or why it has none."""
+        place = head.layer, head.head
+        close = _unchecked(weights, *place, self._masks)
+        if close is not None and _is_right(close, weights.heads(head.head)):
+            self._kept[place] = close
+        else:
+            self._missing[place] = OTHER_FORM if close is None else OTHER_WEIGHTS
 
     def _consider(self, weights: Weights, head: Head) -> None:
         """Store the head's close-up if it is among the strongest of its kind."""

@@ -186,14 +186,14 @@ def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
 
 
 def _check_length(model: Any, tokens: int) -> None:
-    """Raise `ProblemError` for a text longer than the positions that a model of transformers has learned."""
+    """Raise `ProblemError` for a text longer than the table of positions of a model of transformers."""
     if not hasattr(model, "set_attn_implementation"):
         return
     surveyed = surveyed_model(model)
     if surveyed.context is not None and tokens > surveyed.context and not surveyed.extrapolates:
         raise ProblemError(
-            f"the text has {tokens:,} tokens, and the model has learned {surveyed.context:,} positions: shorten it to "
-            "as many tokens."
+            f"the text has {tokens:,} tokens, and the model has a table of {surveyed.context:,} positions: shorten it "
+            f"to {surveyed.context:,} tokens."
         )
 
 

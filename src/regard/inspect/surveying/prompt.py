@@ -35,7 +35,7 @@ def prompt_of(model: SurveyedModel, tokenizer: Any, text: str, tokens: int | Non
     """The first `tokens` tokens of the text, if the model supports that length.
 
     Raises:
-        ProblemError: the text is empty or a single token, or too long for a model with learned positions.
+        ProblemError: the text is empty or a single token, or too long for a model with a table of positions.
     """
     _check(tokenizer, text, tokens, new_tokens)
     every: list[int] = tokenizer(text, verbose=False)["input_ids"]
@@ -84,7 +84,7 @@ def _beyond(model: SurveyedModel, tokens: int, room: int) -> list[str]:
     if not model.extrapolates:
         shorter = f"shorten the text to {max(0, context - room):,} tokens" + (", or generate fewer." if room else ".")
         raise ProblemError(
-            f"the text has {tokens:,} tokens, {room} are to be generated, and the model has learned {context:,} "
+            f"the text has {tokens:,} tokens, {room} are to be generated, and the model has a table of {context:,} "
             f"positions: {shorter}"
         )
     note = (

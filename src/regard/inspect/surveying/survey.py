@@ -144,8 +144,8 @@ def check(
     """Check the arguments of `survey` in milliseconds, before the first of several surveys.
 
     Raises:
-        ProblemError: the text is empty, a single token, or too long for a model that has learned its positions; a
-            measure, layer or head that there is not; a model or an argument of another kind.
+        ProblemError: the text is empty, a single token, or too long for a model with a table of positions; a measure,
+            layer or head that there is not; a model or an argument of another kind.
     """
     selection, surveyed = select(measures, layers, heads, ablate), surveyed_model(model)
     selection.check(surveyed)
