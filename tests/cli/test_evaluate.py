@@ -249,6 +249,8 @@ def test_json_that_regard_wrote_is_replaced(model, here, capsys):
         (["show", "a.jsonl", "--seed", "0"], "show has no --seed"),
         (["stream", "--seed", "1"], "the task stream has no --seed: expected --lengths, --samples, --haystack"),
         (["vt", "--depths", "0.5"], "the task vt has no --depths: expected --lengths, --samples, --seed"),
+        (["vt", "--haystack", "noise"], "the task vt has no --haystack: expected --lengths, --samples, --seed"),
+        (["niah_single_1", "--haystack", "noise"], "the task niah_single_1 has no --haystack"),
         (["passkey", "--model", "nowhere.py:f"], "there is no file nowhere.py"),
         (["passkey", "--model", "mine.py:g"], "mine.py has no 'g'"),
         (["passkey", "--model", "mine.py:broken"], "the model is int: expected a callable"),
@@ -274,7 +276,9 @@ def test_what_cannot_be_done_is_said_in_a_line(model, arguments, message, capsys
     assert message in error.splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", [["--depths", "2"], ["--lengths", "x"], ["--samples", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--depths", "2"], ["--lengths", "x"], ["--samples", "0"], ["--threads", "9999999"]]
+)
 def test_values_that_are_wrong_are_refused(arguments):
     with pytest.raises(SystemExit) as ended:
         evaluate("needle", *arguments)

@@ -429,6 +429,11 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
         (["--explain", "--compare-cache"], "so --compare-cache has no effect"),
         (["--explain", "--stop", "."], "so --stop has no effect"),
         (["--explain", "--ignore-eos"], "so --ignore-eos has no effect"),
+        (["--explain", "--temperature", "0"], "--explain generates nothing, so --temperature has no effect"),
+        (["--max-new-tokens", "0", "--stop", "."], "--max-new-tokens 0 generates nothing, so --stop has no effect"),
+        (["--max-new-tokens", "0", "--ignore-eos"], "so --ignore-eos has no effect"),
+        (["--max-new-tokens", "0", "--temperature", "0.5"], "so --temperature has no effect"),
+        (["--max-new-tokens", "0", "--top-k", "0"], "so --top-k has no effect"),
         (["--compare-cache"], "compares with a plain cache, and this is one"),
         (["--compare-cache", "--window", "31", "--max-new-tokens", "97"], "--compare-cache generates 15"),
         (["--json", "nowhere/x"], "there is no folder nowhere"),
@@ -446,6 +451,15 @@ def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
     assert said in err
 
 
+def test_a_window_is_no_advice_where_the_cache_cannot_roll(tmp_path, capsys):
+    """Positions are learned."""
+    config = GPT2Config(n_positions=97, n_embd=16, n_layer=1, n_head=2, vocab_size=300)
+    tiny.save(tmp_path / "gpt2", config, GPT2LMHeadModel)
+    assert main(["generate", PROMPT, "--model", str(tmp_path / "gpt2"), "--max-new-tokens", "97"]) == 2
+    said = "the model has 97 positions: shorten the prompt or generate fewer (--max-new-tokens).\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -456,6 +470,8 @@ def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
         (["--temperature", "nan"], "expected a number 0 or more"),
         (["--budget", "1.5"], "'1.5' is no budget"),
         (["--budget", "few"], "'few' is no budget"),
+        (["--threads", "0"], "'0' is no count"),
+        (["--threads", "9999999"], "--threads: 9999999 is too many for"),
         (["--chat", "--raw"], "not allowed with argument"),
     ],
 )

@@ -1,5 +1,6 @@
 """Settings that no text has, logits that mean nothing, files that are none, tokenizers of other packages."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from regard.cache import TOVA
 from regard.errors import ProblemError
 from regard.evaluate import (
+    CacheOptions,
     Documents,
     Extrapolation,
     KeyValues,
@@ -30,6 +33,9 @@ from regard.evaluate import (
 )
 from regard.evaluate.documents import read_questions
 from regard.evaluate.harness import harness_config
+from regard.nn import Decoder
+from regard.storage.codec import Int8
+from regard.storage.stored import Paged
 
 BYTES = 256
 
@@ -70,6 +76,8 @@ def book(tmp_path_factory):
         (Extrapolation(1.5), "trained is 1.5: expected a whole number from 1 on, or 0"),  # type: ignore[arg-type]
         (Recall(7.0), "vocabulary is 7.0: expected a whole number from 1 on"),  # type: ignore[arg-type]
         (Passkey(samples=0), "samples is 0: expected a whole number from 1 on"),
+        (Needle(haystack=None), "haystack is None: expected a name or the path of a file"),  # type: ignore[arg-type]
+        (Documents(questions=3), "questions is 3: expected a name or the path"),  # type: ignore[arg-type]
         (Documents((700,)), "there are 624 invented people and 700 documents: give fewer, or a file of questions"),
         ("needle", r"the task is str: expected a task with its settings, such as Needle\(\) or task_of\('needle'\)"),
         (Needle, r"the task is the class Needle: expected a task with its settings, such as Needle\(\)"),
@@ -78,6 +86,26 @@ def book(tmp_path_factory):
 def test_settings_that_no_text_has_are_refused(task, message):
     with pytest.raises(ProblemError, match=message):
         evaluate(task, uniform)
+
+
+@pytest.mark.parametrize("positions", [0, -1, "512", 2.5])
+def test_positions_that_are_no_count_are_refused(positions):
+    with pytest.raises(ProblemError, match=rf"positions is {positions!r}: expected a whole number from 1 on, or None"):
+        evaluate(Passkey((400,), (0.5,), samples=1), uniform, positions=positions)
+
+
+def test_files_of_a_task_may_be_paths(book, tmp_path):
+    (tmp_path / "questions.jsonl").write_text(json.dumps(ASKED))
+    for number, task in enumerate(
+        (
+            Needle((400,), (0.5,), samples=1, haystack=Path(book)),  # type: ignore[arg-type]
+            Documents((1,), (0.5,), samples=1, questions=tmp_path / "questions.jsonl"),  # type: ignore[arg-type]
+        )
+    ):
+        for _ in range(2):  # the second one continues
+            settings = evaluate(task, uniform, file=tmp_path / f"{number}.jsonl").settings
+        assert book == settings.get("haystack", book)
+        assert str(tmp_path / "questions.jsonl") == settings.get("questions", str(tmp_path / "questions.jsonl"))
 
 
 @dataclass(frozen=True)
@@ -100,6 +128,12 @@ def test_a_task_of_a_user_may_have_any_settings(tmp_path):
     task: Any = Own()
     assert len(evaluate(task, uniform).records) == 1
     assert harness_config(task, as_model(uniform), tmp_path)["task"] == "regard_own"
+
+
+def test_answers_that_are_tokens_are_no_task_of_the_harness(tmp_path):
+    with pytest.raises(ProblemError, match="the answers of recall are tokens: lm-evaluation-harness gets tasks with"):
+        harness_config(Recall(pairs=(4,), samples=1), as_model(uniform), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_task_that_is_derived_from_one_of_regard_has_its_settings_checked():
@@ -138,6 +172,37 @@ def test_a_question_without_texts_is_refused_by_its_line(change, message, tmp_pa
     file.write_text("".join(json.dumps(each) + "\n" for each in (ASKED, ASKED | change)))
     with pytest.raises(ProblemError, match=rf"questions.jsonl, line 2: expected a JSON object .*{message}"):
         evaluate(Documents((1,), (0.0,), samples=1, questions=str(file)), uniform)
+
+
+def test_the_document_with_the_answer_is_the_gold_one_though_others_have_the_answer(tmp_path):
+    documents = [
+        {"title": title, "text": f"{title} of Paris.", "isgold": title == "Gold", "hasanswer": True}
+        for title in ("First", "Gold", "Last")
+    ]
+    file, without = tmp_path / "questions.jsonl", [each | {"isgold": False} for each in documents]
+    file.write_text("".join(json.dumps(ASKED | {"ctxs": each}) + "\n" for each in (documents, without)))
+    assert [each.gold.title for each in read_questions(str(file))] == ["Gold", "First"]
+
+
+def test_questions_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "questions.jsonl").write_text(json.dumps(ASKED), encoding="utf-8-sig")
+    assert len(read_questions(str(tmp_path / "questions.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_a_long_answer_has_room_in_what_is_generated(count, tmp_path):
+    answer = "a" * count
+    (tmp_path / "questions.jsonl").write_text(json.dumps(ASKED | {"answers": ["b", answer]}))
+    task = Documents((1,), (0.5,), samples=1, questions=str(tmp_path / "questions.jsonl"))
+    (example,) = task.examples(as_model(uniform))
+
+    def saying(tokens):
+        """A space, and the answer."""
+        token = ord("a") if tokens.shape[1] > len(example.tokens) else ord(" ")
+        return torch.zeros(*tokens.shape, BYTES).index_fill(-1, torch.tensor([token]), 1.0)
+
+    assert example.new_tokens == max(24, 1 + count + 8)
+    assert evaluate(task, saying).score.value == 1
 
 
 def test_a_line_of_questions_may_have_line_separators_of_unicode(tmp_path):
@@ -208,6 +273,34 @@ def test_a_window_may_fill_all_learned_positions(book):
 def test_the_advice_for_a_long_example_names_an_option_of_its_task(task, advice):
     with pytest.raises(ProblemError, match=f"has 200 positions: {advice}"):
         evaluate(task, as_model(uniform, positions=200))
+
+
+def test_the_advice_for_tokens_that_the_model_does_not_know_names_the_vocabulary():
+    task = Recall(512, (4,), samples=1)
+    for model in (as_model(uniform), dataclasses.replace(as_model(uniform), vocabulary=BYTES)):
+        with pytest.raises(ProblemError, match=r"has the token \d+, and .*: give a smaller --vocabulary\."):
+            evaluate(task, model)
+
+
+def test_the_advice_for_a_short_text_names_samples_where_there_are_several(book):
+    with pytest.raises(ProblemError, match=r"and 90,001 are needed: give a longer one, or ask for fewer tokens"):
+        evaluate(Perplexity(context=64, lengths=(90000,), haystack=book), uniform)
+    with pytest.raises(ProblemError, match=r"and 4 samples of 9,001 are 36,004: .* or ask for fewer --samples"):
+        evaluate(Stream((9000,), haystack=book), uniform)
+
+
+def test_a_passage_has_no_question_after_which_a_policy_evicts(book):
+    model = dataclasses.replace(as_model(uniform), cache=CacheOptions(evict=TOVA(64), with_question=True))
+    with pytest.raises(ProblemError, match="has no question after which a policy could evict: leave --with-q"):
+        evaluate(Stream((100,), samples=1, haystack=book), model)
+
+
+def test_a_cache_that_cannot_be_made_leaves_no_results(book, tmp_path):
+    model = Decoder(BYTES, 16, 1, 2)
+    cache = CacheOptions(Paged(1), Int8())
+    with pytest.raises(ProblemError, match="a page must be a multiple of 16 tokens"):
+        evaluate(Stream((50,), samples=1, haystack=book), model, cache=cache, file=tmp_path / "results.jsonl")
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_a_row_of_losses_has_its_own_tokens_alone(book):

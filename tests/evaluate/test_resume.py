@@ -333,6 +333,18 @@ def test_a_context_of_several_questions_is_read_by_one_process(task):
     assert len(set.union(*read)) == 6
 
 
+def test_results_are_shown_in_the_order_of_their_cells_whatever_the_order_of_the_file(tmp_path):
+    run(tmp_path / "results.jsonl")
+    head, *rest = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join([head, *rest[::-1]]))
+    (one, other) = (runs_of([tmp_path / name])[0][1] for name in ("results.jsonl", "other.jsonl"))
+    assert other.rows() == one.rows()
+    assert other.cells() == one.cells()
+    for axis in one.axes:
+        assert other.along(axis) == one.along(axis)
+        assert one.values(axis) == sorted(one.values(axis))
+
+
 def test_a_run_without_a_finished_example_has_nothing_to_show(tmp_path):
     run(tmp_path / "results.jsonl")
     head = tmp_path / "results.jsonl.1"

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from regard.errors import ProblemError
 from regard.evaluate import Documents, KeyValues, Needle, Passkey, Question, Recall, Tokenizer, as_model, evaluate
 from regard.evaluate.answer import answers
 from regard.evaluate.harness import harness_config
@@ -87,6 +88,54 @@ def test_the_digest_of_a_tokenizer_that_puts_no_space_before_a_text_is_what_it_w
     assert found == ["c91bde9f4fc1dd35", "892a770ea545c422", "59c79c2035b2693e"]
 
 
+@pytest.mark.parametrize("change", ["truncation", "padding"])
+def test_truncation_and_padding_of_a_tokenizer_leave_texts_as_they_are(change):
+    plain, changed = (FastTokenizer.from_str(characters().backend_tokenizer.to_str()) for _ in range(2))
+    if change == "truncation":
+        changed.enable_truncation(5)
+    else:
+        changed.enable_padding(length=64)
+    found, expected = Tokenizer.of(changed), Tokenizer.of(plain)
+    assert found.encode("Call me Ishmael") == expected.encode("Call me Ishmael")
+    assert found.digest() == expected.digest()
+    assert getattr(changed, change) is not None  # the tokenizer of the user is as it was
+
+
+def test_the_special_tokens_before_a_text_are_those_of_transformers():
+    whole = characters()
+    assert Tokenizer.of(whole.backend_tokenizer).start == Tokenizer.of(whole).start == (1,)
+    whole.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert Tokenizer.of(whole.backend_tokenizer).start == (1,)
+
+
+def test_a_tokenizer_that_refuses_a_letter_has_no_special_tokens_before_a_text():
+    assert Tokenizer.of(FastTokenizer(models.WordLevel({"a": 0}))).start == ()
+
+
+OF_PARTS = (
+    "{% for each in messages %}[{% for part in each.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}]{% endfor %}says:"
+)
+"""As SmolVLM's template, whose messages are lists of texts and images."""
+
+
+def test_a_template_for_texts_and_images_gets_the_question_as_a_part():
+    tokenizer = characters()
+    tokenizer.chat_template = OF_PARTS
+    assert Tokenizer.of(tokenizer).chat == ("[", "]says:")
+
+
+@pytest.mark.parametrize("template", ["says:", "{% for each in messages %}{{ each.content * 2 }}{% endfor %}says:"])
+def test_a_template_without_one_question_is_no_template_for_a_chat(template):
+    tokenizer, task = characters(), Passkey((700,), (0.5,), samples=1)
+    tokenizer.chat_template = template
+    assert len(list(task.examples(as_model(nothing, tokenizer)))) == 1
+    with pytest.raises(ProblemError, match="no chat template that contains the question exactly once: leave --chat"):
+        list(dataclasses.replace(task, chat=True).examples(as_model(nothing, tokenizer)))
+
+
 def test_a_small_tokenizer_may_refuse_the_signs_by_which_pieces_are_measured():
     digits = SimpleNamespace(encode=lambda text: [int(sign) for sign in text], decode=str, vocab_size=10)
     assert Tokenizer.of(digits).encode_after("48") == [4, 8]
@@ -130,6 +179,22 @@ def test_an_answer_ends_where_the_generation_of_the_model_does(ends, text):
     question = Question("one", {}, (1,), (1,), (), ("Paris",), new_tokens=3)
     ((_, answer),) = answers(as_model(whole, tokenizer), [question])
     assert answer["text"] == text
+
+
+def test_an_answer_may_be_as_the_tokenizer_spells_it():
+    """WordPiece decodes "a-b" as "a - b"."""
+    made = FastTokenizer(models.WordPiece({"[UNK]": 0, "Who?": 1, "Jean": 3, "-": 4, "Luc": 5, "No": 6}))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("-", "isolated")]
+    )
+    made.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+    for said, score in (((3, 4, 5), 1), ((3, 5, 4), 0), ((6, 3, 4), 0)):
+        question = Question("one", {}, (1,), (1,), (), ("Jean-Luc",), new_tokens=3)
+        ((_, answer),) = answers(as_model(Saying([0, *said]), tokenizer), [question])
+        assert answer["score"] == score
+    assert Tokenizer.of(tokenizer).spelled("Jean-Luc") == "Jean - Luc"
+    assert Tokenizer.of(tokenizer).spelled("Jean Picard") == "Jean Picard"  # its tokens do not say it
 
 
 def test_bytes_have_no_end_tokens():

@@ -2,6 +2,7 @@
 
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, Tokenizer, as_model, evaluate, task_of
+from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, Tokenizer, as_model, corpus, evaluate, task_of
 from regard.evaluate.intervals import wilson
 from regard.evaluate.picture import picture
 from regard.evaluate.results import percent
@@ -33,6 +34,12 @@ def book(tmp_path_factory):
     words = ["".join("aeioumnlrs"[int(digit)] for digit in f"{7919 * i % 10**6:06}") for i in range(900)]
     file.write_text(" ".join(f"The {word} of {i} went ashore. He saw {3 * i} birds." for i, word in enumerate(words)))
     return str(file)
+
+
+def in_book(name, book, **options):
+    """The task of that name; where it reads a book, this one."""
+    known = task_of(name).__dataclass_fields__
+    return task_of(name, **options, **({"haystack": book} if "haystack" in known else {}))
 
 
 def uniform(tokens):
@@ -84,7 +91,7 @@ def test_a_copy_model_finds_everything(task):
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"])
 def test_a_copy_model_answers_questions_of_ruler(name, book):
-    assert evaluate(task_of(name, lengths=(1500,), samples=3, haystack=book), copying()).score.value == 1
+    assert evaluate(in_book(name, book, lengths=(1500,), samples=3), copying()).score.value == 1
 
 
 @pytest.mark.parametrize("task", [Needle((400,), haystack="noise", **GRID), Recall(pairs=(5,))])
@@ -211,7 +218,7 @@ def test_the_depth_is_where_the_needle_is(book):
 
 @pytest.mark.parametrize("name", [name for name, kind in TASKS.items() if hasattr(kind, "new_tokens")])
 def test_prompts_of_ruler_fill_their_length(name, book):
-    examples = list(task_of(name, lengths=(2500, 9000), samples=2, haystack=book).examples(as_model(uniform)))
+    examples = list(in_book(name, book, lengths=(2500, 9000), samples=2).examples(as_model(uniform)))
     assert len(examples) == 4
     for example in examples:
         used = len(example.tokens) + example.new_tokens
@@ -220,14 +227,30 @@ def test_prompts_of_ruler_fill_their_length(name, book):
         assert all(answer in text for answer in example.answers)
 
 
+def test_a_prompt_of_ruler_that_is_longer_than_its_length_is_refused():
+    """Keys of two words have different lengths, so that a length may have room for one sample and not for another."""
+    found = dict[int, int]()
+    for length in range(530, 580):
+        task = task_of("niah_single_1", lengths=(length,), samples=5)
+        with contextlib.suppress(ProblemError):  # the least length that fits is between these
+            found[length] = max(len(each.tokens) + each.new_tokens for each in task.examples(as_model(uniform)))
+    assert 0 < len(found) < 50
+    assert all(used <= length for length, used in found.items())
+
+
+@pytest.mark.parametrize("name", ["vt", "fwe", "niah_single_1", "niah_multikey_2", "niah_multikey_3"])
+def test_a_task_of_ruler_without_a_book_reads_none(name, monkeypatch):
+    monkeypatch.setattr(corpus, "_moby_dick", lambda: pytest.fail("a book was read"))
+    results = evaluate(task_of(name, lengths=(2500,), samples=1), uniform)
+    assert not {"haystack", "text"} & results.settings.keys()
+
+
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in ("perplexity", "extrapolation", "stream")])
 def test_the_same_settings_give_the_same_examples_and_another_seed_others(name, book):
     def examples(seed):
         options = {"seed": seed, "samples": 2}
-        known = task_of(name).__dataclass_fields__
-        options |= {"haystack": book} if "haystack" in known else {}
-        options |= {"lengths": (2500,)} if "lengths" in known else {}
-        return list(task_of(name, **options).examples(as_model(uniform)))
+        options |= {"lengths": (2500,)} if "lengths" in task_of(name).__dataclass_fields__ else {}
+        return list(in_book(name, book, **options).examples(as_model(uniform)))
 
     assert examples(0) == examples(0)
     assert all(one != other for one, other in zip(examples(0), examples(1), strict=True))

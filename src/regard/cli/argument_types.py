@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,23 @@ def count(least: int, *, more: str = "") -> Callable[[str], int]:
         return number
 
     return read
+
+
+THREADS = 64
+"""Threads of a processor, at most: the system may refuse to start thousands, which ends the process."""
+
+
+def threads(text: str) -> int:
+    """A number of threads.
+
+    >>> threads("4")
+    4
+    """
+    number, processors = count(1)(text), os.cpu_count() or 1
+    if number > (most := THREADS * processors):
+        machine = f"{processors} processor" + "s" * (processors > 1)
+        raise argparse.ArgumentTypeError(f"{text} is too many for {machine}: expected {most:,} or fewer")
+    return number
 
 
 def _whole(text: str) -> int | None:

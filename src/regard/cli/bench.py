@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.argument_types import count
+from regard.cli.argument_types import count, threads
 from regard.cli.expression_names import BIASES, MASKS, check_names
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.cli.progress import progress_bars
@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of q, k and v (default: float32)")
     parser.add_argument("--backward", action="store_true", help="the gradients as well")
     parser.add_argument("--backend", metavar="NAME", help="a backend by name (default: regard chooses)")
-    parser.add_argument("--threads", type=size, metavar="N", help="threads (default: torch's)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")
     parser.add_argument("--rounds", type=size, metavar="N", help="rounds to measure (default: as many as fit in 2 s)")
     add_json(parser, "the result")
     add_force(parser)
@@ -115,10 +115,15 @@ def case_of(args: argparse.Namespace) -> "Case":
     keys, kv_heads = args.keys or args.queries, args.kv_heads or args.query_heads
     mask = None if args.mask is None else expression.mask(args.mask)
     bias = None if args.bias is None else expression.bias(args.bias)
-    specs = "".join(f", {name} {spec}" for name, spec in (("mask", mask), ("bias", bias)) if spec is not None)
+    specs = "".join(
+        f", {name} {spec}"
+        for name, spec in (("mask", mask), ("bias", bias), ("softcap", args.softcap))
+        if spec is not None
+    )
+    passes = "forward + backward, " if args.backward else ""
     v_dim = f"|{args.v_dim}" if args.v_dim else ""
     name = (
-        f"q [{args.batch}, {args.query_heads}, {args.queries}, {args.dim}] · "
+        f"{passes}q [{args.batch}, {args.query_heads}, {args.queries}, {args.dim}] · "
         f"kv [{args.batch}, {kv_heads}, {keys}, {args.dim}{v_dim}] {args.dtype}{specs}"
     )
     return Case(

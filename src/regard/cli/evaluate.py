@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli import generate_options
-from regard.cli.argument_types import chosen_options, count, counts, shares
+from regard.cli.argument_types import chosen_options, count, counts, shares, threads
 from regard.cli.generate import DTYPES
 from regard.cli.outputs import STDOUT, OutputFile, add_force, add_json, check_outputs, output_files
 from regard.errors import ProblemError
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: float32)")
     parser.add_argument("--device", help="such as cuda, cuda:1, mps (default: cpu)")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: torch's)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")
     _add_task_options(parser)
     generate_options.add_cache_options(parser)
     parser.add_argument("--step", type=count(1), metavar="N", help="tokens read at once after the first piece")

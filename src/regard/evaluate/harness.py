@@ -24,11 +24,8 @@ from typing import Any, cast
 from regard.errors import ProblemError
 from regard.evaluate.answer import found_in
 from regard.evaluate.models import Model
-from regard.evaluate.task import Question, Task
+from regard.evaluate.task import SPARE, Question, Task
 from regard.evaluate.tasks import check_task
-
-SPARE = 8
-"""Tokens to generate beyond those of an answer: it may begin with a space or a quotation mark."""
 
 
 def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, Any]:
@@ -43,13 +40,17 @@ def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, An
     where `regard evaluate` wants the answer of a needle at once.
 
     Raises:
-        ProblemError: the task measures losses, or has a setting that no text has.
+        ProblemError: the task measures losses, has answers that are no texts, or a setting that no text has.
     """
     check_task(task)
     examples = list(task.examples(model))
     questions = [example for example in examples if isinstance(example, Question)]
     if len(questions) < len(examples):
         raise ProblemError(f"{task.name} measures losses: lm-evaluation-harness gets tasks with questions.")
+    if not all(each.answers for each in questions):
+        raise ProblemError(
+            f"the answers of {task.name} are tokens: lm-evaluation-harness gets tasks with texts, such as needle."
+        )
     decode = model.tokenizer.decode
     if getattr(task, "chat", False):  # the special tokens of the chat template are a part of the prompt
         decode = model.tokenizer.decode_all or decode

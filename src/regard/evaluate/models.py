@@ -165,11 +165,14 @@ def as_model(
         label: its name in results.
 
     Raises:
-        ProblemError: it is none of these, or a cache for a model without one, or for a `Model`.
+        ProblemError: it is none of these, a cache for a model without one, or for a `Model`, or positions that are no
+            count.
 
     >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
     'uniform'
     """
+    if positions is not None and not (isinstance(cast(Any, positions), int) and positions >= 1):
+        raise ProblemError(f"positions is {positions!r}: expected a whole number from 1 on, or None.")
     if isinstance(model, Model):
         given = {"tokenizer": tokenizer, "cache": cache, "positions": positions}
         if names := [f"{name}=" for name, value in given.items() if value is not None]:

@@ -65,18 +65,18 @@ class Results:
         return _scored(self.records)
 
     def values(self, axis: str) -> list[int | float | str]:
-        """The values of an axis, in the order of the examples."""
-        return list(dict.fromkeys(record["cell"][axis] for record in self.records))
+        """The values of an axis, in ascending order: the records of several processes are in any order."""
+        return sorted({record["cell"][axis] for record in self.records}, key=_order)
 
     def cells(self) -> list[CellResult]:
-        """The results of each cell."""
+        """The results of each cell, in the order of the axes' values."""
         self._check_scores()
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.records:
             groups.setdefault(tuple(record["cell"][axis] for axis in self.axes), []).append(record)
         return [
             CellResult(dict(zip(self.axes, key, strict=True)), len(group), _scored(group), _mean_nll(group))
-            for key, group in groups.items()
+            for key, group in sorted(groups.items(), key=lambda item: [_order(value) for value in item[0]])
         ]
 
     def along(self, axis: str) -> list[CellResult]:
@@ -155,7 +155,7 @@ class Results:
                 *(percent(cells[row, column].score) if (row, column) in cells else "" for column in columns),
                 percent(by_row[row]),
             ]
-            for row in sorted(by_row, key=_order)
+            for row in by_row
         ]
         by_column = [percent(each.score) for each in self.along(column_axis)]
         return [head, *body, ["all", *by_column, percent(self.score)]]

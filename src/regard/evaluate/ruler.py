@@ -58,7 +58,6 @@ class _Ruler:
     Attributes:
         lengths: tokens of prompt and generated text at most.
         samples: examples of each length.
-        haystack: the book: `moby-dick`, or a file.
         chat: whether the prompt is a question in the model's chat template.
     """
 
@@ -70,7 +69,6 @@ class _Ruler:
     lengths: tuple[int, ...] = (512, 1024, 2048)
     samples: int = 10
     seed: int = 0
-    haystack: str = MOBY_DICK
     chat: bool = False
 
     def make(self, units: int, by: random.Random, length: int) -> Text:
@@ -108,16 +106,21 @@ class _Ruler:
 
         found, few, most = self.least(), self.few(length), self.most(length)
         if not fits(found):
-            raise ProblemError(f"{self.name} does not fit in {length} tokens: give longer --lengths.")
+            raise self._does_not_fit(length)
         found = _largest(found, few, fits)
         if few <= found < most:
             found = _largest(found, most, fits)
         if found == most and (longest := tokens(found)) < FILLED * length:
+            more = ", or a --haystack of more words" if hasattr(self, "haystack") else ""
             raise ProblemError(
                 f"{self.name} has {longest:,} tokens at most, as it has no more different words, and is to have "
-                f"{length:,}: give shorter --lengths, or a --haystack of more words."
+                f"{length:,}: give shorter --lengths{more}."
             )
         return found
+
+    def _does_not_fit(self, length: int) -> ProblemError:
+        """The error of a length that the shortest text exceeds."""
+        return ProblemError(f"{self.name} does not fit in {length} tokens: give longer --lengths.")
 
     def _tokens(self, model: Model, text: Text) -> int:
         context, question = self._ids(model, text)
@@ -133,8 +136,10 @@ class _Ruler:
         while True:
             text = self.make(units, generator(self, name), length)
             context, question = self._ids(model, text)
-            if len(context) + len(question) + self.new_tokens <= length or units <= self.least():
+            if len(context) + len(question) + self.new_tokens <= length:
                 break
+            if units <= self.least():
+                raise self._does_not_fit(length)
             units -= max(1, units // 50)
         cell: dict[str, int | float | str] = {"length": length}
         return Question(
@@ -177,16 +182,12 @@ class NeedleKind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Niah(_Ruler):
-    """Needles in a haystack."""
+    """Needles in noise, or among needles."""
 
     kind: ClassVar[NeedleKind]
 
     def least(self) -> int:
         return self.kind.keys * self.kind.values
-
-    def of_text(self) -> dict[str, int]:
-        """Its sentences, for results."""
-        return sentences_setting(self.haystack) if self.kind.haystack == "book" else {}
 
     def make(self, units: int, by: random.Random, length: int) -> Text:
         """Units are sentences."""
@@ -195,13 +196,7 @@ class _Niah(_Ruler):
         values = [[prompts.draw(kind.value, by) for _ in range(kind.values)] for _ in keys]
         needles = [prompts.needle(kind.value, key, v) for key, own in zip(keys, values, strict=True) for v in own]
         by.shuffle(needles)
-        hay = self._hay(units, others, by)
-        if kind.haystack == "book":
-            context = in_book(hay, needles, by)
-        else:
-            for place, needle in zip(sorted(by.sample(range(units), len(needles)), reverse=True), needles, strict=True):
-                hay.insert(place, needle)
-            context = "\n".join(hay)
+        context = self._context(units, needles, others, by)
         asked = by.sample(range(len(keys)), kind.queries)
         prompt = prompts.niah(kind.value, [keys[i] for i in asked], kind.values)
         return Text(prompt, context, tuple(value for i in asked for value in values[i]))
@@ -218,18 +213,40 @@ class _Niah(_Ruler):
         return min(length, MOST_KEYS) if is_words else length
 
     def few(self, length: int) -> int:
-        if self.kind.haystack == "book":
-            return min(length, len(sentences(self.haystack)))
         return min(length, FEW_KEYS) if self.kind.haystack == "needles" else length
 
-    def _hay(self, units: int, others: Sequence[str], by: random.Random) -> list[str]:
-        kind = self.kind
-        if kind.haystack == "book":
-            book = sentences(self.haystack)
-            return [book[i % len(book)] for i in range(units)]
-        if kind.haystack == "noise":
-            return [NOISE] * units
-        return [prompts.needle(kind.value, key, prompts.draw(kind.value, by)) for key in others[:units]]
+    def _context(self, units: int, needles: Sequence[str], others: Sequence[str], by: random.Random) -> str:
+        """The needles in this number of other lines."""
+        value = self.kind.value
+        if self.kind.haystack == "noise":
+            hay = [NOISE] * units
+        else:
+            hay = [prompts.needle(value, key, prompts.draw(value, by)) for key in others[:units]]
+        for place, needle in zip(sorted(by.sample(range(units), len(needles)), reverse=True), needles, strict=True):
+            hay.insert(place, needle)
+        return "\n".join(hay)
+
+
+@dataclass(frozen=True)
+class _NiahInBook(_Niah):
+    """Needles in a book.
+
+    Attributes:
+        haystack: the book: `moby-dick`, or a file.
+    """
+
+    haystack: str = MOBY_DICK
+
+    def of_text(self) -> dict[str, int]:
+        """Its sentences, for results."""
+        return sentences_setting(self.haystack)
+
+    def few(self, length: int) -> int:
+        return min(length, len(sentences(self.haystack)))
+
+    def _context(self, units: int, needles: Sequence[str], others: Sequence[str], by: random.Random) -> str:
+        book = sentences(self.haystack)
+        return in_book([book[i % len(book)] for i in range(units)], needles, by)
 
 
 def in_book(hay: Sequence[str], needles: Sequence[str], by: random.Random) -> str:
@@ -250,7 +267,8 @@ def _niah(name: str, kind: NeedleKind) -> type[_Niah]:
     """The task of that name."""
     what = f"{kind.keys * kind.values} of {kind.value} in {kind.haystack}, {kind.queries * kind.values} asked for"
     members = {"name": name, "kind": kind, "__doc__": f"RULER's {name}: {what}.", "__module__": __name__}
-    return dataclass(frozen=True)(type("".join(part.title() for part in name.split("_")), (_Niah,), members))
+    base = _NiahInBook if kind.haystack == "book" else _Niah
+    return dataclass(frozen=True)(type("".join(part.title() for part in name.split("_")), (base,), members))
 
 
 NIAH = {
@@ -323,10 +341,16 @@ LONG = 4096
 
 @dataclass(frozen=True)
 class CommonWords(_Ruler):
-    """RULER's cwe: the ten words of a numbered list that appear most often, after one example with its answer."""
+    """RULER's cwe: the ten words of a numbered list that appear most often, after one example with its answer.
+
+    Attributes:
+        haystack: the book that the words are of: `moby-dick`, or a file.
+    """
 
     name: ClassVar[str] = "cwe"
     new_tokens: ClassVar[int] = 120
+
+    haystack: str = MOBY_DICK
 
     def least(self) -> int:
         return 10

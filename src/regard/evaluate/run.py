@@ -161,6 +161,7 @@ def _check(examples: Sequence[Example], model: Model) -> None:
         raise ProblemError("two examples of the task have the same name: lengths, depths or positions are repeated.")
     for example in examples:
         check_fits(model, example)
+    model.start()  # raises for a cache that cannot be made
 
 
 def _before(path: Path, chosen: dict[str, Any]) -> dict[str, records.Record]:

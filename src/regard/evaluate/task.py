@@ -12,6 +12,7 @@ each example has a random generator of its own: what was drawn for one does not 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from os import PathLike, fspath
 from typing import Any, ClassVar, Protocol, cast
 
 from regard.errors import ProblemError
@@ -20,6 +21,9 @@ from regard.evaluate.tokens import Tokenizer
 
 Cell = dict[str, int | float | str]
 """Where an example belongs in the results: {"length": 1024, "depth": 0.5}."""
+
+SPARE = 8
+"""Tokens to generate beyond those of an answer: it may begin with a space or a quotation mark."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,9 @@ COUNTS = ("lengths", "pairs", "documents", "multiples")
 OWN = ("context", "stride", "trained")
 """Settings that are one whole number; 0: that of the model."""
 
+TEXTS = ("haystack", "questions")
+"""Settings that are a name or the path of a file."""
+
 
 def check_is_task(task: Any) -> None:
     """Raise `ProblemError` for what is no task."""
@@ -141,6 +148,10 @@ def check_settings(task: Any) -> None:
     for name in OWN:
         if not _is_count(value := getattr(task, name, 0), least=0):
             raise ProblemError(f"{name} is {value!r}: expected a whole number from 1 on, or 0 for that of the model.")
+    for name in TEXTS:
+        value = getattr(task, name, "")
+        if not isinstance(value, str | PathLike) and (name, value) != ("questions", None):
+            raise ProblemError(f"{name} is {value!r}: expected a name or the path of a file, such as 'book.txt'.")
     for name, value in (("samples", getattr(task, "samples", None)), ("vocabulary", getattr(task, "vocabulary", 1))):
         if not _is_count(value):
             raise ProblemError(f"{name} is {value!r}: expected a whole number from 1 on.")
@@ -165,6 +176,8 @@ def settings(task: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, PathLike):
+        return fspath(cast("PathLike[str]", value))
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -183,6 +196,6 @@ def prompt_parts(tokenizer: Tokenizer, chat: bool, text: str) -> tuple[list[int]
     if not chat:
         return [*tokenizer.start, *tokenizer.encode(text)], []
     if tokenizer.chat is None:
-        raise ProblemError("the model has no chat template: leave --chat out.")
+        raise ProblemError("the model has no chat template that contains the question exactly once: leave --chat out.")
     before, after = tokenizer.chat
     return [*tokenizer.encode(before), *tokenizer.encode_after(text)], tokenizer.encode_after(after)

@@ -1,5 +1,6 @@
 """Text to tokens and back, by a tokenizer of transformers, by any object with `encode` and `decode`, or by bytes."""
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ class Tokenizer:
         decode: the text of tokens, without special ones.
         start: special tokens before each text.
         end: tokens that end a text.
-        chat: the texts before and after a question in the chat template; None without a template.
+        chat: the texts before and after a question in the chat template; None without a template that contains the
+            question exactly once.
         vocabulary: tokens that it can make; None if unknown.
         decode_all: the text of tokens with the special ones; None where `decode` gives them, too.
 
@@ -47,6 +49,18 @@ class Tokenizer:
             if whole[: len(head)] == head:
                 return whole[len(head) :]
         return self.encode(text)
+
+    def spelled(self, text: str) -> str:
+        """The decoded tokens of the text, if they have the same tokens again; else the text itself.
+
+        A WordPiece tokenizer decodes "a-b" as "a - b", so that no model can generate the text itself.
+
+        >>> Tokenizer.of(None).spelled("a-b")
+        'a-b'
+        """
+        tokens = self.encode_after(f" {text}")
+        decoded = self.decode(tokens).strip()
+        return decoded if decoded and self.encode_after(f" {decoded}") == tokens else text
 
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
@@ -145,12 +159,30 @@ def _of_transformers(tokenizer: Any) -> Tokenizer:
 
 
 def _of_tokenizers(tokenizer: Any) -> Tokenizer:
-    """Of the package tokenizers, whose `encode` gives an object with `ids` and adds special tokens if not told."""
+    """Of the package tokenizers, whose `encode` gives an object with `ids` and adds special tokens if not told.
+
+    Its truncation and padding, which are for batches, would shorten and fill the texts: a copy has neither.
+    """
+    if getattr(tokenizer, "truncation", None) or getattr(tokenizer, "padding", None):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     return Tokenizer(
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(list(ids)),
+        _start(tokenizer),
         vocabulary=tokenizer.get_vocab_size(),
     )
+
+
+def _start(tokenizer: Any) -> tuple[int, ...]:
+    """The special tokens that a tokenizer of the package tokenizers puts before a text."""
+    try:
+        whole = tokenizer.encode("x")
+    except Exception:  # noqa: BLE001 - a small tokenizer may refuse a letter that no example has
+        return ()
+    mask = list[int](whole.special_tokens_mask)
+    return tuple(whole.ids[: mask.index(0) if 0 in mask else 0])
 
 
 TODAY = date(2024, 7, 26)
@@ -181,20 +213,31 @@ CLOCK = (
 def _chat(tokenizer: Any) -> tuple[str, str] | None:
     """The texts of the chat template: the same on every day, as are the examples and the digest.
 
+    A template for texts and images drops a question that is a text, and takes a list of parts.
+
     Raises:
         ProblemError: it asks for the day in a format that has parts beyond `_PARTS`.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    messages, options = [{"role": "user", "content": MARK}], {"add_generation_prompt": True, "tokenize": False}
-    if "strftime_now" in str(tokenizer.chat_template):
-        options["chat_template"] = CLOCK + tokenizer.get_chat_template()
-    text = tokenizer.apply_chat_template(messages, **options)
+    text = _in_template(tokenizer, MARK)
+    if MARK not in text:
+        text = _in_template(tokenizer, [{"type": "text", "text": MARK}])
     if UNKNOWN in text:
         part = text.partition(UNKNOWN)[2][:1]
         raise ProblemError(
             f"the chat template asks for the day by %{part}: expected parts such as %d, %B or %Y. Change the template, "
             "or set the tokenizer's chat_template to None for tasks without chat."
         )
+    if text.count(MARK) != 1:
+        return None
     before, _, after = text.partition(MARK)
     return before, after
+
+
+def _in_template(tokenizer: Any, content: Any) -> str:
+    """The text of the chat template for a message of the user."""
+    messages, options = [{"role": "user", "content": content}], {"add_generation_prompt": True, "tokenize": False}
+    if "strftime_now" in str(tokenizer.chat_template):
+        options["chat_template"] = CLOCK + tokenizer.get_chat_template()
+    return tokenizer.apply_chat_template(messages, **options)
