@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, NemotronHConfig, NemotronHForCausalLM
 
 from regard.cache import TOVA
 from regard.errors import ProblemError
@@ -260,6 +260,14 @@ def test_a_window_may_fill_all_learned_positions(book):
     assert evaluate(Perplexity(lengths=(200,), haystack=book), model).loss.value < 7
     with pytest.raises(ProblemError, match=r"reads 65 tokens, and .* has 64 positions: give shorter texts, .*64"):
         evaluate(Stream((65,), samples=1, haystack=book), model)
+
+
+def test_a_model_that_learns_no_positions_reads_on_beyond_those_of_its_config(book):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = NemotronHConfig(**sizes, layers_block_type=["attention"], vocab_size=BYTES, max_position_embeddings=64)
+    config.bos_token_id = config.eos_token_id = None
+    assert evaluate(Stream((80,), samples=1, haystack=book), NemotronHForCausalLM(config).eval()).loss.value < 7
 
 
 @pytest.mark.parametrize(

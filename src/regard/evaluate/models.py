@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.evaluate.tokens import Tokenizer
 from regard.integrate.cache_argument import as_argument
+from regard.integrate.position_tables import context_of, has_position_table
 from regard.nn import Decoder
 from regard.storage.stored import Layout, Rolling
 
@@ -90,7 +91,7 @@ class Model:
         start: makes a reader of an empty text.
         tokenizer: text to tokens and back.
         positions: tokens that the model was made for; None if unknown.
-        needs_positions: whether it has no positions beyond these (learned ones).
+        needs_positions: whether it has no positions beyond these: a table of them ends there.
         vocabulary: tokens that it knows; None if unknown.
         cache: its KV cache; None for models without.
         digest: of its weights; empty if unknown.
@@ -289,8 +290,7 @@ def _of_transformers(
     config = model.config.get_text_config(decoder=True)
     return Model(
         label or model.config.name_or_path or type(model).__name__, start, tokenizer,
-        positions or getattr(config, "max_position_embeddings", None), not _has_rope(config),
-        config.vocab_size, cache, _digest(model), model,
+        positions or context_of(model), has_position_table(model), config.vocab_size, cache, _digest(model), model,
     )  # fmt: skip
 
 
@@ -299,11 +299,6 @@ def _with_ends(tokenizer: Tokenizer, model: Any) -> Tokenizer:
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [ends] if isinstance(ends, int) else ends or []
     return dataclasses.replace(tokenizer, end=(*tokenizer.end, *(end for end in ends if end not in tokenizer.end)))
-
-
-def _has_rope(config: Any) -> bool:
-    """Whether positions are rotations, which have no last one; tables of learned positions have."""
-    return getattr(config, "rope_parameters", None) is not None
 
 
 def _digest(model: nn.Module) -> str:

@@ -25,10 +25,11 @@ from regard.inspect.surveying.inputs import (
     repeated_tokens,
     self_attention,
 )
-from regard.inspect.surveying.model import context_of, prepared, surveyed_model
+from regard.inspect.surveying.model import prepared, surveyed_model
 from regard.inspect.surveying.selection import layer_numbers, named_measures
 from regard.integrate.checkpoint import tokenizer_of
 from regard.integrate.evaluation_mode import evaluating
+from regard.integrate.position_tables import context_of
 
 
 @brief

@@ -1,26 +1,20 @@
 """The model of a survey: its sizes, running it, and restoring it afterwards."""
 
 import inspect
-import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import as_argument, cache_of
 from regard.integrate.evaluation_mode import evaluating
 from regard.integrate.model_folder import calls_per_layer
+from regard.integrate.position_tables import context_of, has_position_table
 from regard.integrate.switch_implementation import keeping_implementation, with_implementation
-
-TABLE = re.compile("position|pos_e|wpe$")
-"""In the name of a table of positions: `position_embeddings`, `embed_positions`, `wpe`, CTRL's `pos_encoding`."""
-
-RESERVED = 2
-"""The most rows that such a table has beyond the config's number: OPT and BART do not use their first two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +41,7 @@ class SurveyedModel:
     @property
     def extrapolates(self) -> bool:
         """Whether it runs beyond its `context`: it has no table of positions that ends there."""
-        rows = _number(self.model.config, "max_position_embeddings")
-        return rows is None or not any(0 <= table - rows <= RESERVED for table in _position_tables(self.model))
+        return not has_position_table(self.model)
 
     @property
     def layers(self) -> int:
@@ -89,31 +82,6 @@ class SurveyedModel:
     def attention(self, name: str) -> AbstractContextManager[None]:
         """Within the block the model uses another of transformers' attention implementations."""
         return with_implementation(self.model, name)
-
-
-def context_of(model: Any) -> int | None:
-    """The positions that a model of transformers was trained on; None for no known limit.
-
-    Where the table of positions has a row for padding, as RoBERTa's, positions are counted from the row after it: of
-    514 rows, whose row 1 is for padding, 512 are positions.
-    """
-    rows = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    padding = next((table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None), None)
-    return rows if rows is None or padding is None else rows - padding - 1
-
-
-def _position_tables(model: Any) -> Iterator[int]:
-    """The rows of each table of positions in a model: of embeddings, and of buffers such as GPT-J's.
-
-    Without those that become longer with the text, which are buffers with the name `weights`, as M2M100's.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and TABLE.search(path):
-            yield module.num_embeddings
-        for name, buffer in module.named_buffers(recurse=False):
-            if TABLE.search(name) and buffer.ndim == 2 and buffer.is_floating_point():
-                yield buffer.shape[0]
 
 
 def layers_of(config: Any) -> int | None:
