@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.fx import Proxy
 
 from regard.errors import ProblemError
 
@@ -29,7 +30,7 @@ A = TypeVar("A", bound=Array)
 
 def is_array(x: object) -> bool:
     """Whether it is an array of another library, and no tensor."""
-    return not isinstance(x, Tensor) and (hasattr(x, "__dlpack__") or hasattr(x, "__array__"))
+    return not isinstance(x, Tensor | Proxy) and (hasattr(x, "__dlpack__") or hasattr(x, "__array__"))
 
 
 def as_tensor(name: str, x: Any) -> Any:

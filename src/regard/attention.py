@@ -14,7 +14,7 @@ from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
 from regard.calls import active_observers, current_observers, current_route, pass_to_observers, run_route
 from regard.cost.machine import Machine
-from regard.cost.machines import find_machine
+from regard.cost.machines import THIS, find_machine
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
@@ -28,7 +28,8 @@ from regard.dispatch.plan_cache import prepare
 from regard.dispatch.step import step
 from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import check_readable
-from regard.plan.pose import pose
+from regard.plan.pose import capability_of, pose
+from regard.plan.problem import Problem
 from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
@@ -222,19 +223,21 @@ def explain(
             "Expected q.to_local(), k.to_local() and v.to_local(), for the plan of this rank's own block."
         )
     problem, operands = pose(request.resolved())
-    kind, machine = _device(device, problem.device)
-    plan = choose(replace(problem, device=kind), operands, backend)
+    problem, machine = _on_device(problem, device)
+    plan = choose(problem, operands, backend)
     return plan if machine is None else replace(plan, machine=machine)
 
 
-def _device(device: str | torch.device | None, tensors: str) -> tuple[str, Machine | None]:
-    """The kind of device that a plan is for, and the machine if one is named."""
+def _on_device(problem: Problem, device: str | torch.device | None) -> tuple[Problem, Machine | None]:
+    """The problem on the device that a plan is for, and the machine if one is named."""
     if device is None:
-        return ("cuda" if torch.cuda.is_available() else "cpu") if tensors == "meta" else tensors, None
-    if tensors != "meta":
+        if problem.device != "meta":
+            return problem, None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif problem.device != "meta":
         raise ProblemError(
-            f'device is for tensors on meta, and these are on {tensors}: pass q.to("meta"), k.to("meta") and '
-            f'v.to("meta"), or leave device={str(device)!r} out for a plan on {tensors}.'
+            f'device is for tensors on meta, and these are on {problem.device}: pass q.to("meta"), k.to("meta") and '
+            f'v.to("meta"), or leave device={str(device)!r} out for a plan on {problem.device}.'
         )
     kind, _, name = str(device).partition(":")
     if kind not in KINDS:
@@ -242,7 +245,10 @@ def _device(device: str | torch.device | None, tensors: str) -> tuple[str, Machi
             f"device {device!r} is not known: expected one of {', '.join(KINDS)}, or one with a machine, such as "
             "cuda:h100."
         )
-    return kind, None if not name or name.isdecimal() else find_machine(name)
+    index = int(name) if name.isdecimal() else None
+    machine = find_machine(name) if name and index is None else None
+    is_here = machine is None or machine.name in THIS
+    return replace(problem, device=kind, capability=capability_of(kind, index) if is_here else None), machine
 
 
 def _attend_arrays(request: Request) -> Any:

@@ -11,8 +11,10 @@ def as_integer(value: object) -> int | None:
     >>> as_integer(np.int64(3)), as_integer(True), as_integer(3.0)
     (3, None, None)
     """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":  # whose index is 0 or 1
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
+        return operator.index(cast(SupportsIndex, value))
     except (RuntimeError, TypeError, ValueError):  # a tensor that is no single integer, or without data
         return None
 

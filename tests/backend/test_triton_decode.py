@@ -26,7 +26,10 @@ from regard import (
 from regard.backend import triton
 from regard.cache import Codec, Contiguous, Fp8, Int4, Int8, Latent, Layout, Paged, StoredTensor
 from regard.cache.store import CachedTensor, leading_channels
+from regard.plan.pose import pose
+from regard.plan.request import Request
 from tests.oracle import worst
+from tests.pretended_gpu import PretendedGpu
 from tests.stored import coded, paged, plain
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
@@ -314,7 +317,32 @@ def test_a_chip_without_room_for_the_smallest_span_has_none():
 
 
 def test_a_gpu_of_an_older_generation_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton, "_capability", lambda: (7, 5))
+    pretend_gpus(monkeypatch, (7, 5))
     q = torch.zeros(1, 2, 1, 64, device="meta")
     with pytest.raises(RefusalError, match=r"compute capability 8\.0 or newer, and this one has 7\.5"):
         explain(q, q, q, device="cuda", backend="triton")
+
+
+def test_each_gpu_has_its_own_generation_and_a_machine_that_is_named_is_none_of_them(monkeypatch: pytest.MonkeyPatch):
+    pretend_gpus(monkeypatch, (7, 5), (9, 0))
+    q = torch.zeros(1, 2, 1, 64, device="meta")
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(RefusalError, match=r"this one has 7\.5"):
+            explain(q, q, q, device=device, backend="triton")
+    for device in ("cuda:1", "cuda:2", "cuda:h100"):
+        assert explain(q, q, q, device=device, backend="triton").backend == "triton"
+
+
+def test_tensors_are_posed_with_the_generation_of_their_own_gpu(monkeypatch: pytest.MonkeyPatch):
+    pretend_gpus(monkeypatch, (7, 5), (9, 0))
+    q = torch.zeros(1, 2, 1, 64)
+    with PretendedGpu(torch.device("cuda", 1)) as gpu:
+        assert pose(Request(gpu.put(q), gpu.put(q), gpu.put(q)).resolved())[0].capability == (9, 0)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    """GPUs of these compute capabilities, the first of which is the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)

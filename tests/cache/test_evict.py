@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -470,6 +471,21 @@ def test_recent_tokens_stay_where_a_policy_of_your_own_has_no_more_than_their_nu
     cache.forget()
     cache.crop(38)
     assert append(cache, v[:, :, :0], v[:, :, :0])[1].flatten().tolist() == [40, 39, 38, 37, 4, 3]
+
+
+@pytest.mark.parametrize("recent", ["x", 2.5, -1, True])
+def test_recent_tokens_of_a_policy_of_your_own_are_a_whole_number(recent: object):
+    @dataclass(frozen=True)
+    class Word(LongestValues):
+        @property
+        def recent(self) -> object:  # pyright: ignore[reportIncompatibleVariableOverride]
+            return recent
+
+    with pytest.raises(ProblemError, match=rf"^Word\.recent is {recent!r}: expected .* tokens\.$"):
+        Word(8)
+    protocol = SimpleNamespace(budget=8, recent=recent, start=LongestValues(8).start)
+    with pytest.raises(ProblemError, match=rf"^SimpleNamespace\.recent is {recent!r}: expected"):
+        KVCache(evict=protocol)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_policy_of_your_own_sees_tokens_as_they_are_appended_where_a_codec_rotates_them():

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -517,3 +518,12 @@ def test_what_makes_no_sense_is_refused(wrong: object, said: str):
     pool.append([row], *tokens_of(5))
     with pytest.raises(ProblemError, match=said):
         wrong(pool, row)
+
+
+def test_ids_of_a_prompt_may_be_integers_of_numpy_and_no_bools():
+    pool, ids = PagePool(page=4), np.arange(9)
+    pool.append([pool.sequence(ids)], *torch.randn(2, 1, 2, 9, 8))
+    assert [pool.sequence(again).tokens for again in (ids, [*ids], ids.tolist(), ids.astype(np.int32))] == [8] * 4
+    for wrong in ([True] * 9, np.ones(9, dtype=bool), np.arange(9.0), np.arange(18).reshape(9, 2), ["7"], 7):
+        with pytest.raises(ProblemError, match="expected the ids of a prompt, whole numbers"):
+            pool.sequence(wrong)  # pyright: ignore[reportArgumentType]

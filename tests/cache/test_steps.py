@@ -1,6 +1,8 @@
 """Steps whose position is on the GPU: the same for the host at every position, and right."""
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from regard import Alibi, Causal, ProblemError, Rope, Window, attend
 from regard.cache import Contiguous, Fp8, Int4, Int8, Knorm, KVCache, Latent, Paged, PagePool, Rolling
 from tests.oracle import Case, dense, worst
 from tests.pretended_gpu import Launches, PretendedGpu, pretended_gpu
+from tests.stored import dense as decoded
 
 few_rows = pytest.importorskip("regard.gpu.few_rows", reason="Triton is not installed", exc_type=ImportError)
 
@@ -72,7 +75,7 @@ def test_every_step_is_the_same_for_the_host_and_right(name: str, gpu: Pretended
             assert gpu.events == []
         first = first or list(launches)
         assert launches == first
-        stored = (t if isinstance(t, Tensor) else t.dense() for t in cache.append(k, v))
+        stored = map(decoded, cache.append(k, v))
         assert worst(out.cpu(), dense(Case(q.cpu(), *(t.cpu() for t in stored)))[0]) < 2e-6, number
     assert steps.position.tolist() == [prompt + 18] * ROWS
     steps.check()
@@ -97,7 +100,7 @@ def test_a_step_can_be_repeated_at_its_position(name: str, gpu: PretendedGpu):
         steps.position.sub_(1)
         k, v = tokens(gpu, 1)
         q = gpu.put(torch.randn(ROWS, HEADS, 1, DIM))
-        stored = (t if isinstance(t, Tensor) else t.dense() for t in cache.append(k, v))
+        stored = map(decoded, cache.append(k, v))
         out = attend(q, *steps.append(k, v))
         assert worst(out.cpu(), dense(Case(q.cpu(), *(t.cpu() for t in stored)))[0]) < 2e-6
 
@@ -207,6 +210,19 @@ def test_steps_made_in_inference_mode_go_on_outside_of_it(name: str):
         steps.append(new[3], new[3])
     steps.check()
     assert steps.position.tolist() == [43] * ROWS
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda steps: pickle.loads(pickle.dumps(steps))])
+@pytest.mark.parametrize("options", [(), (Rolling(16, 2),), (Paged(16),), (None, Int8(16, 16))], ids=str)
+def test_steps_copied_in_inference_mode_go_on_outside_of_it(way: Callable[[Any], Any], options: tuple[Any, ...]):
+    cache, new = KVCache(*options), torch.randn(2, 2, 1, 16)
+    cache.append(*torch.randn(2, 2, 2, 40, 16))
+    steps = cache.steps(None if isinstance(cache.layout, Rolling) else 64)
+    with torch.inference_mode():
+        copied = way(steps)
+    found, expected = (x.append(new, new) for x in (copied, steps))
+    assert all(torch.equal(decoded(a), decoded(b)) for a, b in zip(found, expected, strict=True))
+    assert copied.position.tolist() == [41, 41]
 
 
 def test_on_a_cpu_the_lengths_are_read():

@@ -1,6 +1,7 @@
 """`check_mask` accepts every mask of regard, and finds each way in which one of your own can be wrong."""
 
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, ProblemError, TensorMask, attend, check_mask
+from regard import Causal, ProblemError, TensorMask, attend, check_mask, explain
+from regard.describe.mask import intervals_of
 from regard.extend import CallSizes, Interval, Mask, Rectangles, spec
 from tests.expressions import BATCH, HEADS, masks
 
@@ -99,6 +101,27 @@ class GivesIntervals(Diagonal):
 
     def intervals(self, sizes: CallSizes) -> Any:
         return self.given
+
+
+@spec
+class From5Before(GivesIntervals):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k >= q - 5
+
+    def bounds(self, r: Rectangles) -> Any:
+        return r.k1 - 1 >= r.q0 - 5, r.k0 >= r.q1 - 6
+
+
+@spec
+class Stripes(GivesIntervals):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k % 8 < 3
+
+    def bounds(self, r: Rectangles) -> Any:
+        return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
+
+    def signature(self, r: Rectangles) -> Any:
+        return (r.k0 % 8)[:, None]
 
 
 @spec
@@ -206,6 +229,50 @@ def test_intervals_of_another_form_are_refused_in_a_call(queries: int):
     for mask in (wrong, wrong | Causal(), wrong & Causal(), ~wrong):
         with pytest.raises(ProblemError, match=r"^GivesIntervals\(.*: intervals returned .*; expected None or a list"):
             attend(q, k, k, mask=mask)
+
+
+EDGES = {
+    "the largest int": {"left": -5, "right": sys.maxsize},
+    "beyond int64": {"left": -5, "right": 1 << 64, "start": -(1 << 64)},
+    "the largest int64 in an array": {"left": -5, "right": np.full((1, 1), sys.maxsize)},
+    "the largest int64 for each query": {"left": np.full((1, 40), -5), "right": np.full((1, 40), sys.maxsize)},
+    "the largest uint64 in an array": {"left": -5, "stop": np.full((1, 1), (1 << 64) - 1, np.uint64)},
+    "uint64": {"left": -5, "stop": np.uint64((1 << 64) - 1)},
+    "uint16": {"left": np.int16(-5), "stop": np.uint16(40)},
+    "uint8": {"left": np.int8(-5), "stop": np.uint8(200)},
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_every_size_and_type_of_integer_keep_the_same_pairs(name: str):
+    mask = From5Before([Interval(**EDGES[name])])
+    check_mask(mask, queries=40, keys=40)
+    assert_attends(mask, ~mask, mask & Causal(), mask | Causal())
+
+
+def test_a_mask_of_more_intervals_than_a_union_may_have_is_split():
+    mask = Stripes([Interval(start=8 * i, stop=8 * i + 3) for i in range(5)])
+    check_mask(mask, queries=40, keys=40)
+    assert_attends(mask, ~mask, mask & Causal(), mask | Causal())
+
+
+def test_empty_intervals_do_not_count_as_intervals_of_a_union():
+    mask = From5Before([Interval(start=7, stop=7)] * 4 + [Interval(left=-5)])
+    sizes = CallSizes(1, 1, 40, 40, 0)
+    assert intervals_of(mask, sizes) == [Interval(left=-5)]
+    assert intervals_of(Stripes([Interval(start=8 * i, stop=8 * i + 3) for i in range(5)]), sizes) is None
+
+
+def assert_attends(*masks: Mask) -> None:
+    """Outputs and counts of pairs are those of the table of the pairs that `keep` keeps."""
+    q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
+    for mask in masks:
+        table = TensorMask(mask.keep(0, 0, torch.arange(40)[:, None], torch.arange(40)))
+        for backend in (None, "reference"):
+            expected = attend(q, k, k, mask=table, backend="reference")
+            torch.testing.assert_close(attend(q, k, k, mask=mask, backend=backend), expected)
+            pairs = explain(q, k, k, mask=mask, backend=backend).schedule.pairs
+            assert pairs == explain(q, k, k, mask=table).schedule.pairs
 
 
 def test_a_tuple_of_intervals_is_taken():

@@ -138,6 +138,7 @@ WRONG = {
     "a window beyond 64 bits": (lambda: Window(2**70), "at most 9,223,372,036,854,775,807"),
     "a prefix beyond 64 bits": (lambda: Prefix(2**70), "at most 9,223,372,036,854,775,807"),
     "a prefix that is true": (lambda: Prefix(True), "True: expected a whole number of keys"),
+    "a window of a bool of torch": (lambda: Window(torch.tensor(True)), "expected a whole number of tokens"),
     "a prefix of text": (lambda: Prefix("4"), "expected a whole number of keys, or an integer tensor"),
     "a dilation beyond 64 bits": (lambda: Dilated(2**63), "at most 9,223,372,036,854,775,807"),
     "a global position beyond 64 bits": (lambda: Global([2**70]), "at most 9,223,372,036,854,775,807"),

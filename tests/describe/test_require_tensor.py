@@ -7,8 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
-from regard import Blocks, Documents, Global, KeyLengths, Prefix, ProblemError, T5Bias, TensorBias, TensorMask, Tree
+from regard import (
+    Blocks,
+    Documents,
+    Global,
+    KeyLengths,
+    Prefix,
+    ProblemError,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    Tree,
+    attend,
+)
 from regard.cache import Int8
 from regard.cache.evict_by_attention import SnapKV
 from regard.rope import Llama3, Yarn
@@ -56,6 +69,33 @@ def test_a_word_says_what_is_no_dense_tensor(name: str, given: str):
 def test_positions_that_are_read_at_once_must_be_there(kind: Callable[[Any], object]):
     with pytest.raises(ProblemError, match="without data"):
         kind(torch.empty(3, dtype=torch.int64, device="meta"))
+
+
+class Masked(torch.nn.Module):
+    """Attention under a mask of a tensor that is an input."""
+
+    def __init__(self, kind: Callable[[Any], Any]):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return attend(x, x, x, mask=self.kind(given))
+
+
+@pytest.mark.parametrize("kind", [Global, Tree])
+def test_positions_of_a_traced_tensor_cannot_be_read(kind: Callable[[Any], Any]):
+    x, given, reason = torch.randn(1, 1, 2, 4), torch.tensor([0, 1]), "give a list, or create the mask outside"
+    with pytest.raises(ProblemError, match=reason):
+        torch.export.export(Masked(kind), (x, given))
+    with pytest.raises(Unsupported, match=reason):
+        torch.compile(Masked(kind), fullgraph=True, backend="eager")(x, given)
+
+
+@pytest.mark.parametrize("kind", [Global, Tree])
+def test_positions_of_a_tensor_break_the_graph_where_it_may_break(kind: Callable[[Any], Any]):
+    x, given = torch.randn(1, 1, 2, 4), torch.tensor([-1, 0]) if kind is Tree else torch.tensor([0, 1])
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(Masked(kind), backend="eager")(x, given), Masked(kind)(x, given))
 
 
 TABLE = torch.zeros(32, 2)

@@ -19,7 +19,7 @@ from regard import ProblemError, RefusalError
 from regard.describe import position_table, rotation
 from regard.describe.position import Rope, Sinusoidal
 from regard.describe.recent import Recent
-from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
+from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 
 FAR = 1_000_000
 
@@ -358,6 +358,19 @@ def test_it_is_traced_whole(rope: Rope):
     for tokens, first in ((5, 3), (7, 30)):
         x = torch.randn(2, 3, tokens, rope.dim, dtype=torch.float64)
         torch.testing.assert_close(traced(x, first), rope.rotate(x, first))
+
+
+@pytest.mark.parametrize("scaling", [LongRope((1.0, 2.0), (2.0, 3.0), 4), DynamicNTK(2.0, 4)], ids=str)
+def test_an_exported_program_serves_lengths_on_both_sides_of_the_trained_one(scaling: Scaling):
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Rope(4, scaling=scaling).rotate(x)
+
+    tokens = {2: torch.export.Dim("tokens", min=1, max=64)}
+    exported = torch.export.export(Layer(), (torch.randn(1, 2, 3, 4),), dynamic_shapes=(tokens,)).module()
+    for length in (3, 4, 5, 11):
+        x = torch.randn(1, 2, length, 4)
+        torch.testing.assert_close(exported(x), Layer()(x))
 
 
 @pytest.mark.exhaustive

@@ -176,6 +176,15 @@ def test_a_score_compiles_to_one_graph_with_gradients_of_its_weights(name: str):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [Gaussian, Laplacian, Epanechnikov])
+def test_one_compiled_function_takes_any_bandwidth(kernel: type[Gaussian | Laplacian | Epanechnikov]):
+    q, k, v = (t.detach().float() for t in small())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda h: attend(q, k, v, score=kernel(h)), fullgraph=True, backend="eager")
+    for h in (0.5, 0.75, 2.0):  # from the second value on, torch traces it as a symbol
+        assert torch.equal(compiled(h), attend(q, k, v, score=kernel(h)))
+
+
 # ---- what is masked, and what sees nothing --------------------------------------------------------------------------
 
 

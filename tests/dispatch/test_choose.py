@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from regard import (
 from regard.cache import Contiguous, Int8, Latent, Paged
 from regard.dispatch import choose
 from regard.dispatch.choose import ASIDE, BACKENDS, ORDER
-from regard.scores import Additive, Bilinear
+from regard.scores import Additive, Bilinear, Cosine
 from regard.storage.stored import Part, StoredTensor
 from tests.test_native import needs_library
 
@@ -284,3 +285,10 @@ def test_a_plan_is_its_own_copy_and_is_not_pickled():
     assert torch.equal(copy.deepcopy(calls[0]).out, calls[0].out)
     with pytest.raises(RefusalError, match=r"a Plan with a mask, .* is not pickled"):
         pickle.dumps(calls[0])
+
+
+@pytest.mark.parametrize("words", [{"score": Cosine()}, {"mask": Causal()}, {"mask": Window(100)}, {"bias": Alibi(2)}])
+def test_a_plan_with_a_spec_that_was_lowered_is_not_pickled(words: dict[str, Any]):
+    plan = explain(meta(1, 2, 1, 8), meta(1, 2, 64, 8), meta(1, 2, 64, 8), **words)
+    with pytest.raises(RefusalError, match=r"a Plan with a mask, a bias or a score is not pickled"):
+        pickle.dumps(plan)

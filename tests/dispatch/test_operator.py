@@ -22,6 +22,7 @@ from regard import (
     KeyLengths,
     Mask,
     MaskFunction,
+    MultiHeadAttention,
     Prefix,
     ProblemError,
     RefusalError,
@@ -35,7 +36,9 @@ from regard import (
     attend_state,
     explain,
     observe_calls,
+    scaled_dot_product_attention,
 )
+from regard.linear import linear_attend
 from regard.scores import Bilinear
 from tests.test_native import needs_library
 
@@ -346,7 +349,7 @@ def test_a_traced_functional_gradient_is_refused_and_eager_where_graphs_may_brea
     for function, q in ((gradient, Q), (of_each, torch.stack([Q, -Q]))):
         assert torch.allclose(torch.compile(function, backend="aot_eager")(q), function(q))
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="exception"):
+        with pytest.raises(Exception, match=r"torch\.func\.grad of a call that torch traces"):
             compiled(function)(q)
         with FlopCounterMode(display=False), pytest.raises(RefusalError, match=r"FLOP counter.*is not supported"):
             function(q)
@@ -476,6 +479,47 @@ def test_an_exported_program_runs_where_no_derivative_flows_through_it():
         assert torch.equal(program(*SMALL), expected)
 
 
+@pytest.mark.parametrize("how", ["counted", "graph", "graph with breaks"])
+@pytest.mark.parametrize("kind", ["grad", "jvp"])
+def test_a_traced_call_that_no_derivative_reaches_is_constant_in_torch_func(kind: str, how: str):
+    def scaled(x: Tensor) -> Tensor:
+        return x.square().sum() * attend(Q, K, V, mask=Causal(), sink=SINK).sum()
+
+    def derivative(x: Tensor) -> Tensor:
+        return torch.func.grad(scaled)(x) if kind == "grad" else torch.func.jvp(scaled, (x,), (x,))[1]
+
+    x = torch.ones(3)
+    expected = derivative(x)
+    if how == "counted":
+        with FlopCounterMode(display=False):
+            found = derivative(x)
+    else:
+        found = torch.compile(derivative, fullgraph=how == "graph", backend="aot_eager")(x)
+        torch._dynamo.reset()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("changed", ["k", "sink", "bias"])
+@pytest.mark.parametrize("kind", ["grad", "jvp"])
+def test_a_counted_call_is_refused_where_a_derivative_reaches_any_of_its_tensors(kind: str, changed: str):
+    tensors = {"k": K, "sink": SINK, "bias": torch.randn(4, 11, 23)}
+
+    def total(t: Tensor) -> Tensor:
+        k, sink, bias = (t if name == changed else given for name, given in tensors.items())
+        return attend(Q, k, V, mask=Causal(), sink=sink, bias=TensorBias(bias)).sum()
+
+    t = tensors[changed]
+    with FlopCounterMode(display=False), pytest.raises(RefusalError, match=r"FLOP counter.*is not supported"):
+        torch.func.grad(total)(t) if kind == "grad" else torch.func.jvp(total, (t,), (t,))
+
+
+def test_an_exported_program_is_counted_inside_of_forward_mode():
+    program, expected = exported(), Attention()(*SMALL)
+    with FlopCounterMode(display=False) as counter, dual_level():
+        assert torch.equal(program(*SMALL), expected)
+    assert counter.get_total_flops() > 0
+
+
 @pytest.mark.parametrize("kind", ["grad", "jacrev", "grad of vmap"])
 def test_an_exported_program_refuses_the_gradients_of_torch_func(kind: str):
     program = exported()
@@ -563,6 +607,43 @@ def test_the_backward_pass_of_the_operator_runs_no_forward_pass(monkeypatch: pyt
 def test_integers_of_numpy_are_compiled(bias: Any):
     q = torch.randn(1, 2, 8, 16)
     assert torch.equal(compiled(lambda q: attend(q, q, q, bias=bias()))(q), attend(q, q, q, bias=bias()))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("scale", "multiply q by it and pass scale=1"), ("softcap", "pass a number")]
+)
+def test_a_number_of_a_dynamic_length_is_refused_in_an_export(name: str, remedy: str):
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return attend(q, q, q, **{name: 1.0 / q.shape[2]})
+
+    with pytest.raises(RefusalError, match=f"{name} is computed from a dynamic length.*{remedy}"):
+        torch.export.export(Layer(), (Q,), dynamic_shapes=({2: torch.export.Dim.DYNAMIC},))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: attend(q, q, q),
+        lambda k: attend(Q, k, k),
+        lambda q: attend_state(q, q, q).out,
+        lambda q: scaled_dot_product_attention(q, q, q),
+        lambda q: linear_attend(q, q, q).out,
+        MultiHeadAttention(8, heads=2),
+    ],
+    ids=["attend", "keys", "state", "sdpa", "linear", "module"],
+)
+def test_symbolic_traces_of_torch_fx_are_refused(call: Any):
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.call = call
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.call(x)
+
+    with pytest.raises(RefusalError, match=r"symbolic_trace .* is a Proxy.*: use torch\.export.*is_leaf_module"):
+        torch.fx.symbolic_trace(Model())
 
 
 @needs_library

@@ -102,8 +102,8 @@ def test_files_of_a_task_may_be_paths(book, tmp_path):
             Documents((1,), (0.5,), samples=1, questions=tmp_path / "questions.jsonl"),  # type: ignore[arg-type]
         )
     ):
-        for _ in range(2):  # the second one continues
-            settings = evaluate(task, uniform, file=tmp_path / f"{number}.jsonl").settings
+        evaluate(task, uniform, file=tmp_path / f"{number}.jsonl")
+        settings = evaluate(task, uniform, file=tmp_path / f"{number}.jsonl").settings  # continues
         assert book == settings.get("haystack", book)
         assert str(tmp_path / "questions.jsonl") == settings.get("questions", str(tmp_path / "questions.jsonl"))
 
@@ -264,8 +264,10 @@ def test_a_window_may_fill_all_learned_positions(book):
 
 def test_a_model_that_learns_no_positions_reads_on_beyond_those_of_its_config(book):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    config = NemotronHConfig(**sizes, layers_block_type=["attention"], vocab_size=BYTES, max_position_embeddings=64)
+    config = NemotronHConfig(
+        vocab_size=BYTES, max_position_embeddings=64, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, layers_block_type=["attention"],
+    )  # fmt: skip
     config.bos_token_id = config.eos_token_id = None
     assert evaluate(Stream((80,), samples=1, haystack=book), NemotronHForCausalLM(config).eval()).loss.value < 7
 

@@ -20,7 +20,7 @@ from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import WindowLayer
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
-from regard.storage.stored import Paged, Rolling
+from regard.storage.stored import Contiguous, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
 from tests.integrate.zoo import model, padding, tokens, with_cache
 
@@ -199,6 +199,88 @@ def test_a_call_that_failed_is_not_finished_by_another_model():
         other(prompt())
         with pytest.raises(RefusalError, match="after a call that failed"):
             cache.update(*torch.randn(2, 2, 2, 1, 8), 0)
+
+
+class Stop(Exception):  # noqa: N818  no error of a library
+    """What makes a call fail."""
+
+
+def fail_in(module: Any, call: Callable[[], object]) -> None:
+    """Make a call that fails before this module."""
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    hook = module.register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        call()
+    hook.remove()
+
+
+MIDDLE = {
+    "rolling": {"layout": Rolling(100)},
+    "policy": {"evict": TOVA(100)},
+    "capacity": {"layout": Contiguous(capacity=40)},
+    "plain": {},
+    "int8": {"codec": Int8(16, 16)},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [*((words, "llama") for words in MIDDLE), ("capacity", "mistral"), ("plain", "mistral")]
+)
+def test_after_a_call_that_failed_between_layers_its_tokens_are_removed_before_the_next(words: str, name: str):
+    m, ids = on_regard(name), prompt(2, 13)
+    cache, expected = regard_cache(m, **MIDDLE[words]), regard_cache(m, **MIDDLE[words])
+    with torch.no_grad():
+        for one in (cache, expected):
+            m(ids[:, :9], **with_cache(one))
+        fail_in(m.model.layers[-1].input_layernorm, lambda: m(ids[:, 9:11], **with_cache(cache)))
+        said = r"have 11 tokens and others 9: a call of the model failed .*, crop\(-2\), or"
+        with pytest.raises(ProblemError, match=said):
+            m(ids[:, 9:10], **with_cache(cache))
+        if name == "mistral":  # whose window has lost tokens
+            return
+        cache.crop(-2)
+        assert {int(layer.get_seq_length()) for layer in cache.layers} == {9}
+        found = m(ids[:, 9:], **with_cache(cache)).logits
+        assert torch.equal(found, m(ids[:, 9:], **with_cache(expected)).logits)
+
+
+def test_a_padded_batch_that_failed_in_its_attention_starts_anew(monkeypatch: pytest.MonkeyPatch):
+    m, ids, mask = on_regard("llama"), prompt(2, 13), padding("left")
+    cache = regard_cache(m, layout=Rolling(40))
+    with torch.no_grad():
+        m(ids[:, :12], attention_mask=mask[:, :12], **with_cache(cache))
+        monkeypatch.setattr(cache.layers[1].caches[1], "append", raise_memory_error)
+        with pytest.raises(MemoryError):
+            m(ids[:, 12:], attention_mask=mask, **with_cache(cache))
+        with pytest.raises(RefusalError, match="after a call that failed"):
+            cache.layers[1].update(*torch.randn(2, 2, 2, 1, 8))
+        with pytest.raises(ProblemError, match=r"crop\(-1\): .* some rows had its tokens.* reset\(\)"):
+            cache.crop(-1)
+        cache.reset()
+        m(ids, attention_mask=mask, **with_cache(cache))
+
+
+def raise_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("words", ["rolling", "tova"])
+@pytest.mark.parametrize("rows", [[0, 0, 1, 1], [1, 0], [1]], ids=str)
+def test_rows_of_a_padded_batch_are_repeated_and_chosen(words: str, rows: list[int]):
+    m, ids, mask = on_regard("llama"), prompt(2, 13), padding("left")
+    cache, whole = (regard_cache(m, **PADDED[words]) for _ in range(2))
+    with torch.no_grad():
+        m(ids[:, :12], attention_mask=mask[:, :12], **with_cache(cache))
+        m(ids[rows, :12], attention_mask=mask[rows, :12], **with_cache(whole))
+        if len(rows) == 4:
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.batch_select_indices(torch.tensor(rows))
+        found, expected = (m(ids[rows, 12:], attention_mask=mask[rows], **with_cache(c)).logits for c in (cache, whole))
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", [None, "left"])

@@ -97,6 +97,7 @@ CASES = {
     "causal, scale and softcap": masked(Causal(), scale=0.3, softcap=2.0),
     "window": masked(Causal() & Window(3)),
     "window to both sides": masked(Window(3, 2)),
+    "window of a dynamic size": case(lambda q, k, v: attend(q, k, v, mask=Causal() & Window(k.shape[2] // 2))),
     "window and sinks": masked(Causal() & (Window(2) | Prefix(1))),
     "lengths": case(lambda q, k, v, n: attend(q, k, v, mask=KeyLengths(n)), *LENGTHS),
     "causal and lengths": case(lambda q, k, v, n: attend(q, k, v, mask=Causal() & KeyLengths(n)), *LENGTHS),

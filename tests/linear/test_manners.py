@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -111,6 +112,13 @@ def test_it_is_not_traced_by_the_jit():
         torch.jit.trace(lambda q: linear_attend(q, q, q).out, (q,), check_trace=False)
 
 
+def test_a_call_that_is_refused_while_torch_compiles_says_why():
+    q = torch.randn(1, 2, 7, 4)
+    run = torch.compile(lambda: linear_attend(q, q, q, features=Elu1(), scale=0.5).out, fullgraph=True, backend="eager")
+    with pytest.raises(Unsupported, match=r"scale=0\.5 with Elu1\(\.\.\.\): its weights"):
+        run()
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in COMPILED else pytest.mark.exhaustive) for kind in FAST]
 )
@@ -192,6 +200,20 @@ def test_sizes_may_be_zero(shape: tuple[int, ...], form: str):
             out, state = linear_attend(q, q, v, form=form, causal=causal, **given)
             assert out.shape == (*shape[:3], 3)
             assert state.S.shape == (*shape[:2], shape[3], 3)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("kind", FAST)
+def test_without_tokens_gradients_are_zero_rather_than_none(kind: str, queries: int, keys: int, causal: bool):
+    n = numbers(kind, tokens=5)
+    q, given = n.q[:, :, :queries], n.cut(0, keys)
+    rule = words(kind, given).get("rule")
+    leaves = [t.requires_grad_() for t in (q, given.k, given.v, *(rule.tensors() if rule else []))]
+    out, state = linear_attend(*leaves[:3], **words(kind, given), causal=causal)
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), leaves, retain_graph=True))
+    if not keys:
+        assert not any(grad.any() for grad in torch.autograd.grad(state.S.sum(), leaves[1:]))
 
 
 @pytest.mark.parametrize("kind", FAST)

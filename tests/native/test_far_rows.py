@@ -1,5 +1,6 @@
 """A finite number in place of -inf may hide every key of a row: then its gradients are those of its softmax."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,18 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import Causal, RegardError, T5Bias, TensorBias, attend, attend_state
+from regard import (
+    Causal,
+    KeyLengths,
+    Mask,
+    MaskFunction,
+    RegardError,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    attend,
+    attend_state,
+)
 from regard.backend.definition import attention
 
 LEAST = torch.finfo(torch.float32).min
@@ -34,6 +46,8 @@ def gradients(of: Any, *inputs: Tensor) -> list[Tensor]:
 CALLS: dict[str, dict[str, Any]] = {
     "a bias alone": {},
     "a causal mask": {"mask": Causal()},
+    "a mask by batch row": {"mask": KeyLengths(torch.tensor([90, 43]))},
+    "a mask by head": {"mask": TensorMask(torch.rand(2, 4, 70, 90, generator=torch.Generator().manual_seed(4)) < 0.7)},
     "a softcap and a scale": {"softcap": 3.0, "scale": 0.7},
     "a bias by distance as well": {"more": T5Bias(torch.randn(32, 4, generator=torch.Generator().manual_seed(3)))},
     "a sink as far away": {"sink": torch.tensor([0.5, LEAST, -1e9, 0.0])},
@@ -56,6 +70,19 @@ def test_gradients_of_rows_hidden_by_a_finite_number_are_those_of_the_definition
     inputs = tensors()
     found = gradients(call(attend, {"backend": "native"}), *inputs)
     exact = gradients(call(attention, {}), *(t.double() for t in inputs))
+    for ours, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
+
+
+def test_an_infinite_sink_takes_all_weight_or_none_of_such_rows():
+    def call(backend: str) -> Callable[..., tuple[Tensor]]:
+        def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor]:
+            return (attend(q, k, v, bias=TensorBias(bias), sink=sink, backend=backend),)
+
+        return run
+
+    inputs = *tensors(), torch.tensor([0.5, torch.inf, -torch.inf, 0.0])
+    found, exact = gradients(call("native"), *inputs), gradients(call("reference"), *(t.double() for t in inputs))
     for ours, true in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
 
@@ -123,6 +150,82 @@ def test_torchs_attention_in_a_program_has_the_gradients_of_its_definition(dtype
     for ours, true in zip(found, exact, strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
         torch.testing.assert_close(ours.double(), true, atol=tolerance, rtol=tolerance)
+
+
+def test_a_backward_pass_inside_autocast_has_the_same_gradients():
+    leaves = [t.requires_grad_() for t in tensors()]
+    q, k, v, bias = leaves
+    out = attend(q, k, v, bias=TensorBias(bias), backend="native").sin().sum()
+    outside = torch.autograd.grad(out, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(out, leaves)
+    assert all(map(torch.equal, outside, inside))
+
+
+def lengths_mask() -> tuple[Mask, Tensor]:
+    lengths = torch.tensor([90, 43])
+    return KeyLengths(lengths) & Causal(), lengths
+
+
+def tensor_mask() -> tuple[Mask, Tensor]:
+    keep = torch.rand(2, 4, 70, 90, generator=torch.Generator().manual_seed(4)) < 0.7
+    return TensorMask(keep), keep
+
+
+def function_mask() -> tuple[Mask, Tensor]:
+    lengths = torch.tensor([90, 43])
+    return MaskFunction(lambda b, h, q, k: k < lengths[b]), lengths
+
+
+@pytest.mark.parametrize("made", [lengths_mask, tensor_mask, function_mask])
+def test_a_mask_may_be_written_to_before_the_backward_pass(made: Callable[[], tuple[Mask, Tensor]]):
+    mask, read = made()
+    leaves = [t.requires_grad_() for t in tensors()]
+    q, k, v, bias = leaves
+    out = attend(q, k, v, bias=TensorBias(bias), mask=mask, backend="native").sin().sum()
+    before = torch.autograd.grad(out, leaves, retain_graph=True)
+    read.fill_(1)
+    assert all(map(torch.equal, before, torch.autograd.grad(out, leaves)))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("which", ["hidden key", "hidden value", "query of another row", "key of another batch row"])
+def test_numbers_that_a_row_does_not_see_may_be_nan_infinite_or_large(which: str, number: float, softcap: float | None):
+    q, k, v, bias = tensors()
+    words: dict[str, Any] = {"mask": KeyLengths(torch.tensor([43, 90])), "softcap": softcap, "backend": "native"}
+    seen = (slice(0, 1), slice(None), slice(5, 9)), (slice(0, 1), slice(None), slice(0, 43))
+
+    def found() -> list[Tensor]:
+        dq, dk, dv, dbias = gradients(
+            lambda q, k, v, bias: (100 * attend(q, k, v, bias=TensorBias(bias), **words)[:1, :, 5:9],),
+            *(q, k, v, bias),
+        )
+        return [dq[seen[0]], dk[seen[1]], dv[seen[1]], dbias[0, :, 5:9]]
+
+    expected = found()
+    t, at = {
+        "hidden key": (k, (0, 1, 60)),
+        "hidden value": (v, (0, 1, 60)),
+        "query of another row": (q, (1, 1, 6)),
+        "key of another batch row": (k, (1, 1, 3)),
+    }[which]
+    t[at] = number * torch.tensor([1, 1, -1, -1]).repeat(4)
+    assert all(map(torch.equal, expected, found()))
+
+
+def test_hidden_products_that_are_inf_less_inf_do_not_matter_under_a_softcap():
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, tokens, 8, generator=g) for tokens in (6, 50, 50))
+    words: dict[str, Any] = {"bias": TensorBias(torch.full((6, 50), -1e9)), "mask": KeyLengths(torch.tensor([40]))}
+
+    def found() -> list[Tensor]:
+        grads = gradients(lambda *t: (attend(*t, **words, softcap=5.0, backend="native"),), 3 * q, k, v)
+        return [grad[:, :, :40] for grad in grads]
+
+    expected = found()
+    k[:, :, 45:] = 3e38 * torch.randn(8, generator=g).sign()
+    assert all(map(torch.equal, expected, found()))
 
 
 def test_a_row_that_is_not_finite_and_a_second_derivative_are_as_for_other_rows():

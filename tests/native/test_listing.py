@@ -9,13 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Causal, Documents, KeyLengths, Mask, Prefix, RegardError, Window, attend, native_calls
+from regard import (
+    Causal,
+    Dilated,
+    Documents,
+    KeyLengths,
+    Mask,
+    Prefix,
+    RegardError,
+    TensorMask,
+    Window,
+    attend,
+    native_calls,
+)
 from regard.backend import native_tiles
-from regard.backend.native_tiles import FARTHEST, Tiles
+from regard.backend.native_tiles import ALL, FARTHEST, Tiles
 from regard.describe.mask import CallSizes
 from regard.plan.closed_form import Grid, closed_form, is_by_query
 from regard.plan.few_rows import few_rows
 from regard.plan.schedule import Schedule
+from regard.plan.tiling import cached_schedule
 from tests.native.engines import BEST
 from tests.plan.test_closed_form import expressions, grid_of
 
@@ -77,6 +90,33 @@ def test_listed_tiles_are_those_of_the_closed_form(data: st.DataObject, batch: i
     if tiles.maps_batch != grid.maps[0]:  # no edge differs from row to row
         grid = grid._replace(maps=(1, 1))
     assert_lists(tiles, grid, closed_form(union, grid))
+
+
+def some_pairs(heads: int, density: float) -> Mask:
+    generator = torch.Generator().manual_seed(heads)
+    return TensorMask(torch.rand(2, heads, 101, 203, generator=generator) < density)
+
+
+PAIRS: dict[str, tuple[Mask | None, bool]] = {
+    "no mask": (None, True),
+    "a window and sinks": (Causal() & (Window(30) | Prefix(5)), True),
+    "a length for each batch row": (KeyLengths(torch.tensor([3, 190])), True),
+    "no key": (Prefix(0), True),
+    "a tensor for each batch row": (some_pairs(1, 0.7), False),
+    "a tensor for each head": (some_pairs(3, 0.7), False),
+    "runs of tiles": (Dilated(1) & (Documents(torch.arange(203) // 100) | some_pairs(3, 0.01)), False),
+    "no key of a tensor": (some_pairs(3, 0.0), False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_tiles_keep_the_pairs_of_the_schedule(name: str):
+    mask, has_intervals = PAIRS[name]
+    sizes, rows = CallSizes(2, 3, 101, 203, 102), torch.tensor([0, 3, 63, 64, 70, 100])
+    tiles = native_tiles._made(mask, sizes, 64) if mask is not None else ALL
+    assert (tiles.number > 0) == has_intervals
+    found, expected = tiles.keep(rows, 203, 102), cached_schedule(mask, sizes, 64).keep()[:, :, rows]
+    assert torch.equal(found.expand(2, 3, -1, -1), expected.expand(2, 3, -1, -1))
 
 
 @pytest.mark.parametrize("offset", [-40, 0, 7, 500, FARTHEST, -FARTHEST])

@@ -272,15 +272,9 @@ def test_leaving_a_block_that_was_not_entered_is_an_error_and_changes_nothing():
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("entered", [True, False], ids=["entering", "calling"])
 def test_ctrl_c_on_the_way_in_leaves_what_was_on(monkeypatch: pytest.MonkeyPatch, on: bool, entered: bool):
-    def interrupted(on: bool) -> None:
-        monkeypatch.setattr(switch, "_replace", replace)
-        replace(on)
-        raise KeyboardInterrupt
-
-    replace = switch._replace
     block = regard.everywhere(on) if entered else None
     regard.everywhere(not on)
-    monkeypatch.setattr(switch, "_replace", interrupted)
+    interrupt(monkeypatch, switch, "_replace")
     with pytest.raises(KeyboardInterrupt):
         regard.everywhere(on) if block is None else block.__enter__()
     assert switch.is_on() is not on
@@ -289,6 +283,50 @@ def test_ctrl_c_on_the_way_in_leaves_what_was_on(monkeypatch: pytest.MonkeyPatch
     regard.everywhere(False)
     assert not switch.is_on()
     assert F.scaled_dot_product_attention is OF_TORCH
+
+
+@pytest.mark.parametrize("place", ["leave", "_replace"])
+@pytest.mark.parametrize("printing", [False, True])
+def test_ctrl_c_on_the_way_out_turns_it_off(monkeypatch: pytest.MonkeyPatch, printing: bool, place: str):
+    block = regard.everywhere(report=printing)
+    with pytest.raises(KeyboardInterrupt), block:
+        interrupt(monkeypatch, switch if place == "_replace" else switch._process, place)
+    switch.atexit.unregister(block._show)
+    assert not switch.is_on()
+    assert not switch._process.blocks
+    assert not switch._process.printing
+    assert F.scaled_dot_product_attention is OF_TORCH
+
+
+def test_ctrl_c_on_the_way_out_of_an_inner_block_leaves_the_outer_one_on(monkeypatch: pytest.MonkeyPatch):
+    with regard.everywhere() as block:
+        with pytest.raises(KeyboardInterrupt), block:
+            interrupt(monkeypatch, switch._process, "leave")
+        assert switch.is_on()
+    assert not switch.is_on()
+
+
+@pytest.mark.parametrize("place", ["listen", "register", "withdraw"])
+def test_ctrl_c_while_a_block_is_made_or_entered_leaves_it_off(monkeypatch: pytest.MonkeyPatch, place: str):
+    owners = {"listen": switch.report, "register": switch.atexit, "withdraw": switch._process}
+    interrupt(monkeypatch, owners[place], place)
+    with pytest.raises(KeyboardInterrupt), regard.everywhere(report=place == "register"):
+        pass
+    assert not switch.is_on()
+    assert not switch._process.printing
+    assert F.scaled_dot_product_attention is OF_TORCH
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Press Ctrl-C at the end of the next call of a function."""
+    function, interruptions = getattr(owner, name), [KeyboardInterrupt()]
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        function(*arguments, **options)
+        if interruptions:
+            raise interruptions.pop()
+
+    monkeypatch.setattr(owner, name, interrupted)
 
 
 def test_blocks_of_several_threads_may_overlap():

@@ -199,16 +199,19 @@ class _Kernel:
         tiles: Tiles,
         offset: int,
         seed: int,
-        rows: Rows | None,
+        is_part: bool,
         wanted: _Wanted,
         state: State,
         dout: Tensor,
         dlse: Tensor | None,
     ) -> Inputs:
         """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
-        far = None if rows is None else far_rows(state.lse, dout, dlse)
-        if rows is None or far is None or (more := rows.gradients(inputs, far, dout, dlse)) is None:
+        far = None if is_part else far_rows(state.lse, dout, dlse)
+        if far is None:
             return self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
+        keep = partial(tiles.keep, keys=inputs.k.shape[2], offset=offset)
+        with torch.autocast("cpu", enabled=False):  # that of the caller of `backward`
+            more = Rows(self.problem, inputs, keep, seed).gradients(far, dout, dlse)
         dout, dlse = dout.masked_fill(far[..., None], 0), None if dlse is None else dlse.masked_fill(far, 0)
         without = State(state.out, state.lse.masked_fill(far, -torch.inf))  # their weights may be inf, and 0 * inf NaN
         found = self._gradients(inputs, tiles, offset, seed, wanted, without, dout, dlse)
@@ -253,9 +256,7 @@ class _Kernel:
 
     def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
-        seed = self._seed()
-        rows = None if is_part else Rows(self.problem, operands.mask, operands.offset, seed)
-        call = self._tiles(operands), operands.offset, seed, rows
+        call = self._tiles(operands), operands.offset, self._seed(), is_part
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
@@ -273,7 +274,7 @@ class _Attention(torch.autograd.Function):
         tiles: Tiles,
         offset: int,
         seed: int,
-        rows: Rows | None,
+        is_part: bool,
         state: State | None,
         *parts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -284,7 +285,7 @@ class _Attention(torch.autograd.Function):
             out, lse = state.out.detach(), state.lse.detach()
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.call = kernel, (tiles, offset, seed, rows)
+        ctx.kernel, ctx.call = kernel, (tiles, offset, seed, is_part)
         return out, lse
 
     @staticmethod
@@ -304,7 +305,7 @@ class _Gradient(torch.autograd.Function):
         tiles: Tiles,
         offset: int,
         seed: int,
-        rows: Rows | None,
+        is_part: bool,
         wanted: _Wanted,
         dout: Tensor | None,
         dlse: Tensor | None,
@@ -316,7 +317,7 @@ class _Gradient(torch.autograd.Function):
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.resolve_neg().contiguous()
         inputs = Inputs(*cast(Any, parts))
-        return kernel.gradients(inputs, tiles, offset, seed, rows, wanted, State(out, lse), dout, dlse)
+        return kernel.gradients(inputs, tiles, offset, seed, is_part, wanted, State(out, lse), dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -8,13 +8,13 @@ queries, keys or scales do the same without a bias. So these few rows are comput
 whose gradient is 0, as in padding, need nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.backend.native_inputs import Inputs
-from regard.describe.mask import Mask, kept_pairs
 from regard.plan.problem import Problem
 
 FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
@@ -39,65 +39,70 @@ class Rows(NamedTuple):
     """The rows of a call."""
 
     problem: Problem
-    mask: Mask | None
-    offset: int
+    inputs: Inputs
+    keep: Callable[[Tensor], Tensor]  # queries, int64 [rows], to bool [batch or 1, heads or 1, rows, keys]
     seed: int  # of dropout
 
-    def gradients(self, inputs: Inputs, far: Tensor, dout: Tensor, dlse: Tensor | None) -> list[Tensor | None] | None:
+    def gradients(self, far: Tensor, dout: Tensor, dlse: Tensor | None) -> list[Tensor | None]:
         """The gradients of the far rows for the first six inputs, float32 or float64; None where there is no input.
 
-        None for all if some number is not finite: then gradients are not finite either.
+        Keys and values that are not finite are left out: 0 * NaN would reach the rows that do not see them.
 
         Args:
             far: bool [batch, heads, queries].
         """
-        dtype = torch.promote_types(inputs.q.dtype, torch.float32)
-        parts = [None if t is None else t.detach().to(dtype) for t in inputs[:6]]
-        if not all(bool(torch.isfinite(t).all()) for t in parts[:3] if t is not None):
-            return None
+        dtype = torch.promote_types(self.inputs.q.dtype, torch.float32)
+        parts = [None if t is None else t.detach().to(dtype) for t in self.inputs[:6]]
+        parts[1:3] = [t.nan_to_num(0.0, 0.0, 0.0) for t in parts[1:3] if t is not None]
         leaves = [t.requires_grad_() for t in parts if t is not None]
         sums = [torch.zeros_like(t) for t in leaves]
-        batch, heads, keys = far.shape[0], far.shape[1], inputs.k.shape[2]
+        batch, heads, keys = far.shape[0], far.shape[1], self.inputs.k.shape[2]
         at_once = max(SCORES // max(batch * heads * keys, 1), 1)
+        group = self.problem.heads // self.problem.kv_heads
+        finite = torch.isfinite(self.inputs.k).all(3).repeat_interleave(group, dim=1)[:, :, None]
         for rows in torch.split(far.any(0).any(0).nonzero()[:, 0], at_once):
-            others = ~far[:, :, rows]
+            here = far[:, :, rows]
             with torch.enable_grad():
-                out, lse = self._attend(Inputs(*parts), rows)  # pyright: ignore[reportArgumentType]
-            outputs, moves = [out], [dout[:, :, rows].to(dtype).masked_fill(others[..., None], 0)]
+                out, lse = self._attend(Inputs(*parts), rows, here, finite)  # pyright: ignore[reportArgumentType]
+            outputs, moves = [out], [dout[:, :, rows].to(dtype).where(here[..., None], 0)]
             if dlse is not None:
-                outputs, moves = [out, lse], [*moves, dlse[:, :, rows].masked_fill(others, 0)]
+                outputs, moves = [out, lse], [*moves, dlse[:, :, rows].where(here, 0)]
             found = torch.autograd.grad(outputs, leaves, moves, allow_unused=True, materialize_grads=True)
             for total, grad in zip(sums, found, strict=True):
                 total.add_(grad)
         each = iter(sums)
         return [None if t is None else next(each) for t in parts]
 
-    def _attend(self, i: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of these queries: the definition of attention."""
+    def _attend(self, i: Inputs, rows: Tensor, far: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the far rows of these queries: the definition of attention; those of others are of no use.
+
+        Args:
+            far: bool [batch, heads, rows].
+            finite: whether keys are finite, bool [batch, heads, 1, keys].
+        """
         p, keys = self.problem, torch.arange(i.k.shape[2])
         of_heads = p.batch, p.heads, len(rows)
         of_groups = p.batch, p.kv_heads, p.heads // p.kv_heads * len(rows)  # heads that share keys are one matrix
-        scores = p.scale * (i.q[:, :, rows].reshape(*of_groups, i.q.shape[3]) @ i.k.mT).view(*of_heads, len(keys))
+        q = i.q[:, :, rows].where(far[..., None], 0)
+        scores = p.scale * (q.reshape(*of_groups, i.q.shape[3]) @ i.k.mT).view(*of_heads, len(keys))
+        keep = self.keep(rows) & finite
         if p.softcap is not None:
-            scores = p.softcap * torch.tanh(scores / p.softcap)
+            scores = p.softcap * torch.tanh(scores.where(keep, 0) / p.softcap)  # a hidden product may be inf - inf
         if i.distance is not None:
             scores = scores + i.distance[:, rows[:, None] - keys + (len(keys) - 1)]
         if i.bias is not None:
             scores = scores + (i.bias if i.bias.shape[2] == 1 else i.bias[:, :, rows])
-        if self.mask is not None:
-            b, h = torch.arange(p.batch)[:, None, None, None], torch.arange(p.heads)[:, None, None]
-            keep = kept_pairs(self.mask, b, h, self.offset + rows[:, None], keys)
-            scores = scores.masked_fill(~keep, -torch.inf)
-        seen = (scores.detach() > -torch.inf).any(-1, keepdim=True)
-        scores = torch.where(seen, scores, 0)  # a row that sees nothing is not far
-        column = [] if i.sink is None else [i.sink[:, None, None].expand(*scores.shape[:3], 1)]
-        weights = torch.cat([scores, *column], -1).softmax(-1)[..., : len(keys)]
+        scores = scores.where(keep, -torch.inf).where(far[..., None], 0)
+        top = scores.detach().amax(-1, keepdim=True)  # of logsumexp itself, each key would have the gradient 1
+        rest, weights = (scores - top).logsumexp(-1, keepdim=True), scores.softmax(-1)
+        if i.sink is not None:
+            weights = weights * torch.sigmoid(rest + (top - i.sink[:, None, None]))  # a column of +inf would give NaN
         if p.dropout:
             gone = dropped(self.seed, p.dropout, torch.arange(p.batch * p.heads).view(p.batch, p.heads), rows, keys)
             weights = weights.masked_fill(gone, 0) / (1 - p.dropout)
-        top = scores.detach().amax(-1, keepdim=True)  # of logsumexp itself, each key would have the gradient 1
+        weights = weights.where(keep, 0)  # a hidden value times the gradient of out may be inf
         out = (weights.reshape(*of_groups, len(keys)) @ i.v).view(*of_heads, i.v.shape[3])
-        return out, (scores - top).logsumexp(-1) + top[..., 0]
+        return out, (rest + top)[..., 0]
 
 
 def dropped(seed: int, dropout: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

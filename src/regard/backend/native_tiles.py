@@ -5,11 +5,14 @@ Where the keys that a mask keeps are a union of few intervals, the library lists
 a `Schedule`, whose lists are cached.
 """
 
+import itertools
 from array import array
 from collections.abc import Hashable
 from typing import NamedTuple, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from regard.describe.interval import Edge, Interval
 from regard.describe.mask import CallSizes, Ints, Mask, intervals_of, is_made_of
@@ -65,6 +68,37 @@ class Tiles(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return sum(each.nbytes for each in self.memory)
+
+    def keep(self, rows: Tensor, keys: int, offset: int) -> Tensor:
+        """The pairs that the tiles keep of some queries, bool [batch or 1, heads or 1, rows, keys].
+
+        Args:
+            rows: int64, the places of the queries in the call.
+        """
+        return self._keep_of_intervals(rows, keys, offset) if self.number else self._keep_of_lists(rows, keys)
+
+    def _keep_of_intervals(self, rows: Tensor, keys: int, offset: int) -> Tensor:
+        edges = torch.from_numpy(np.asarray(self.memory[0])).view(self.maps_batch, 1, self.number, 1, 1, 4)
+        left, right, start, stop = edges.unbind(-1)
+        query, key = offset + rows[:, None], torch.arange(keys, device="cpu")
+        first, end = torch.maximum(query + left, start), torch.minimum(query + right, stop)
+        return ((first <= key) & (key < end)).any(2)
+
+    def _keep_of_lists(self, rows: Tensor, keys: int) -> Tensor:
+        (batch, heads), query_tiles = self.lists[:2], self.lists[5]
+        lists, patterns = map(np.asarray, self.memory)
+        starts = batch * heads * query_tiles + 1
+        runs = int(lists[starts - 1])
+        ends = np.cumsum((starts, runs, runs, starts, (len(lists) - 2 * (starts + runs)) // 2))
+        run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern = np.split(lists, ends)
+        keep = np.zeros((batch * heads, len(rows), -(-keys // 64), 64), dtype=np.bool_)
+        for m, (i, row) in itertools.product(range(batch * heads), enumerate(rows.tolist())):
+            t, (byte, bit) = m * query_tiles + row // 64, divmod(row % 64, 8)
+            for run in range(run_start[t], run_start[t + 1]):
+                keep[m, i, run_tile[run] : run_tile[run] + run_length[run]] = True
+            patches = slice(patch_start[t], patch_start[t + 1])
+            keep[m, i, patch_tile[patches]] = patterns[patch_pattern[patches], :, byte] >> bit & 1
+        return torch.from_numpy(keep.reshape(batch, heads, len(rows), -1)[..., :keys])
 
 
 def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:

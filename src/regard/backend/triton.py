@@ -39,6 +39,9 @@ MOST_ROWS = 64
 MOST_LARGE_ROWS = 1024
 """The same for larger heads than `LARGEST_DIM`, such as the latents of MLA, for which no other kernel is."""
 
+OLDEST = (8, 0)
+"""Compute capability that the kernels need."""
+
 TILE = 128
 
 
@@ -67,12 +70,13 @@ class Triton(Backend):
 
     def refusals(self, problem: Problem) -> list[str]:
         p, cpu, absent = problem, problem.device == "cpu", _absence()
+        major, minor = p.capability or OLDEST
         found = {
             f"it compiles for cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
             "on cpu it needs Triton's interpreter: set TRITON_INTERPRET=1 before regard is imported": cpu
             and not is_interpreted(),
-            f"it needs a GPU of compute capability 8.0 or newer, and this one has "
-            f"{_capability()[0]}.{_capability()[1]}": not cpu and _capability() < (8, 0),
+            f"it needs a GPU of compute capability 8.0 or newer, and this one has {major}.{minor}": not cpu
+            and (major, minor) < OLDEST,
             "it has no float64": p.dtype == torch.float64,
             f"the score {p.score} is not known to it": p.score is not None,
             f"the function of the score in {p.bias} is not known to it": p.changes_scores,
@@ -118,13 +122,6 @@ def is_interpreted() -> bool:
 def _absence() -> str | None:
     """Why there is no Triton; None if it is there."""
     return None if find_spec("triton") else "Triton is not installed: pip install 'regard[gpu]'"
-
-
-@cache
-def _capability() -> tuple[int, int]:
-    """The compute capability of the GPU; (8, 0) where there is none of NVIDIA's, as for a plan of another machine."""
-    known = torch.version.hip is None and torch.cuda.is_available()
-    return torch.cuda.get_device_capability() if known else (8, 0)
 
 
 class _Kernel:

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from regard.cache.evict import check_recent
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Form, Policy, Store, describe_tensor
 from regard.errors import ProblemError
@@ -119,6 +120,7 @@ def _check_policy(evict: object) -> None:
             "which has `budget` (tokens that stay), `recent` (how many of the last always stay; 0 or None: none) "
             "and `start()`."
         )
+    check_recent(evict)
 
 
 def check_codec(codec: object, name: str) -> None:

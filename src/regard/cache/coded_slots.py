@@ -146,13 +146,13 @@ class CodedSlots:
                 found = found.flip(-1)  # the 16 tokens of a tile
             own.unflatten(0, (batch, -1))[:, pages] = found.transpose(1, 2)
 
-    def select(self, rows: Tensor, end: int) -> None:
-        """Make batch row i a copy of row rows[i], in slots 0 .. end - 1."""
-        old = self.tensors
-        self.tensors = self._allocate(len(rows), old[0].shape[1], self.capacity, rows.device)
-        for own, source, step in zip(self.tensors, old, self._steps(), strict=True):
+    def selected(self, rows: Tensor, end: int) -> list[Tensor]:
+        """Tensors whose batch row i is a copy of row rows[i], in slots 0 .. end - 1; nothing is changed."""
+        selected = self._allocate(len(rows), self.tensors[0].shape[1], self.capacity, rows.device)
+        for new, old, step in zip(selected, self.tensors, self._steps(), strict=True):
             count = -(-end // step)
-            torch.index_select(source.narrow(2, 0, count), 0, rows, out=own.narrow(2, 0, count))
+            torch.index_select(old.narrow(2, 0, count), 0, rows, out=new.narrow(2, 0, count))
+        return selected
 
     def entries(self, slots: Tensor, plain: tuple[Tensor, ...]) -> list[Tensor]:
         """Codes and scales per token, [batch, kv_heads, tokens, ...]: of these slots, between those of plain tokens.
@@ -167,18 +167,17 @@ class CodedSlots:
             entries = [torch.cat(three, 2) for three in zip(before, entries, after, strict=True)]
         return entries
 
-    def put(self, entries: list[Tensor], capacity: int) -> None:
-        """Store only these tokens, the result of `entries`, in at least `capacity` slots."""
-        (batch, heads, tokens), group = entries[0].shape[:3], self.codec.group
-        capacity = max(capacity, -(-tokens // group) * group)
-        old, self.capacity = self.tensors, capacity
-        self.tensors = self._allocate(batch, heads, capacity, old[0].device)
+    def packed(self, entries: list[Tensor], capacity: int) -> list[Tensor]:
+        """Tensors of `capacity` slots with these tokens alone, the result of `entries`; nothing is changed."""
+        batch, heads, tokens = entries[0].shape[:3]
+        packed = self._allocate(batch, heads, capacity, self.tensors[0].device)
         data, *scales = entries
         if self.tiled:
             padded = torch.nn.functional.pad(data, (0, 0, 0, -tokens % TILE))
             data, scales = padded.unflatten(2, (-1, TILE)).transpose(-1, -2), [t.squeeze(-1) for t in scales]
-        for own, new in zip(self.tensors, (data, *scales), strict=True):
+        for own, new in zip(packed, (data, *scales), strict=True):
             own.narrow(2, 0, new.shape[2]).copy_(new)
+        return packed
 
     def part(self, slot: int, tokens: int) -> Part:
         """A handle to `tokens` consecutive tokens starting at `slot`."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Store, check_has_data, describe_tensor
-from regard.describe.whole_number import whole_field
+from regard.describe.whole_number import whole, whole_field
 from regard.errors import ProblemError
 from regard.wide import wide_of
 
@@ -55,7 +55,7 @@ class Eviction:
     def __post_init__(self) -> None:
         check_whole(self, "sinks", 0)
         check_whole(self, "every", 1)
-        budget, least = self.budget, self.sinks + self.last(0) + 1
+        budget = self.budget
         if isinstance(budget, bool) or not isinstance(budget, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"{self._name}(budget={budget!r}): expected a number of tokens, or a share below 1.")
         if isinstance(budget, float) and not 0 < budget < 1:
@@ -63,6 +63,8 @@ class Eviction:
                 f"{self._name}(budget={budget!r}): a float is the share of the tokens that stays, between 0 and 1; "
                 "give tokens as an int."
             )
+        check_recent(self)
+        least = self.sinks + self.last(0) + 1
         if isinstance(budget, int) and budget < least:
             raise ProblemError(
                 f"{self._name}(budget={budget}): {self.sinks} sinks and {self.last(0)} recent tokens always stay, so "
@@ -96,7 +98,8 @@ class EvictionState(Generic[E]):
 
     `KVCache` reports every change to it (`append`, `observe`, `keep`, `crop`, `select`) and calls `choose`. A subclass
     defines `scores`, which reads all keys by `store.keys()`. What it needs of values it computes in `append`, which
-    receives them, and stores by `record`: one value per token.
+    receives them, and stores by `record`: one value per token. Only `append` may change an attribute in place: the
+    other methods are called on a shallow copy (see `PolicyState`).
     """
 
     def __init__(self, policy: E) -> None:
@@ -128,17 +131,17 @@ class EvictionState(Generic[E]):
         return self._choose(store, kept)
 
     def keep(self, index: Tensor) -> None:
-        """The store has evicted all tokens but these."""
+        """The store evicts all tokens but these."""
         if self._parts:
             self._parts = [self.values.gather(2, index)]
 
     def crop(self, tokens: int) -> None:
-        """The store has removed all but its first `tokens` tokens."""
+        """The store removes all but its first `tokens` tokens."""
         if self._parts:
             self._parts = [self.values[:, :, :tokens]]
 
     def select(self, rows: Tensor) -> None:
-        """The store has selected batch rows."""
+        """The store selects batch rows."""
         self._parts = [part[rows] for part in self._parts]
 
     def _choose(self, store: Store, kept: int) -> Tensor:
@@ -216,7 +219,7 @@ class SinksAndRecent(Eviction):
     @property
     def recent(self) -> int | None:
         """How many of the last tokens stay; None if the budget is a share."""
-        return self.budget - self.sinks if isinstance(self.budget, int) else None
+        return max(0, self.budget - self.sinks) if isinstance(self.budget, int) else None
 
     def last(self, kept: int) -> int:
         return max(0, kept - self.sinks)
@@ -289,6 +292,13 @@ def norms(x: Tensor) -> Tensor:
     """The Euclidean norms of the tokens of x, [batch, kv_heads, tokens], float32; float64 for float64."""
     dtype = wide_of(x.dtype)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+
+
+def check_recent(policy: object) -> None:
+    """Raise `ProblemError` unless `recent`, which may be a property, is None or a whole number of tokens."""
+    recent = getattr(policy, "recent", None)
+    if recent is not None:
+        whole(recent, f"{type(policy).__name__}.recent", least=0)
 
 
 def check_bool(policy: Eviction, name: str) -> None:

@@ -163,7 +163,7 @@ class KVCache:
             check_fits(k, v, store, self.layout)
         check_inference(k, v, "cache")
         if self._policy_state is not None and k.shape[2]:
-            self._evict(store, self._policy_state, k.shape[2])
+            self._evict(store, k.shape[2])
         stored = (hadamard(k), None if v is None else hadamard(v)) if self._is_rotated else (k, v)
         seen, cached = store.tokens_seen, store.append(*stored)
         if isinstance(self.layout, Latent):
@@ -200,7 +200,9 @@ class KVCache:
                 f"q is {describe_tensor(q)}, and the cache stores keys [{form.batch}, {form.kv_heads}, tokens, "
                 f"{form.qk_dim}]: expected queries with the same batch size and dim, and a whole multiple of its heads."
             )
-        self._policy_state.observe(q.detach(), store, mask, scale)
+        state = copy.copy(self._policy_state)
+        state.observe(q.detach(), store, mask, scale)
+        self._policy_state = state
 
     def forget(self) -> None:
         """Evict now what the policy would evict before the next token, and free its memory.
@@ -220,7 +222,7 @@ class KVCache:
                 1,024 bytes, 8,192 allocated)
         """
         if self._policy_state is not None and self._store is not None:
-            self._evict(self._store, self._policy_state, 1)
+            self._evict(self._store, 1)
 
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` of all tokens that were seen, for example drafts that were not accepted.
@@ -238,9 +240,12 @@ class KVCache:
         if tokens == 0:
             self.reset()
             return
+        state = self._policy_state
+        if state is not None:
+            state = copy.copy(state)
+            state.crop(store.tokens - (store.tokens_seen - tokens))
         store.crop(tokens)
-        if self._policy_state is not None:
-            self._policy_state.crop(store.tokens)
+        self._policy_state = state
 
     def check_crop(self, tokens: int) -> None:
         """Raise what `crop(tokens)` would raise, and change nothing."""
@@ -281,9 +286,12 @@ class KVCache:
         if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= batch:
             raise ProblemError(f"select({rows.tolist()}): expected indices of the batch rows 0 to {batch - 1}.")
         rows = rows.to(store.form.device, torch.int64)
+        state = self._policy_state
+        if state is not None:
+            state = copy.copy(state)
+            state.select(rows)
         store.select(rows)
-        if self._policy_state is not None:
-            self._policy_state.select(rows)
+        self._policy_state = state
 
     @torch.inference_mode(mode=False)  # its memory is written to in and out of inference mode
     def steps(self, capacity: int | None = None) -> StepCache:
@@ -365,16 +373,20 @@ class KVCache:
         texts.append(str(form.dtype).removeprefix("torch."))
         return f"KVCache({', '.join(texts)}: {self.bytes:,} bytes, {self.allocated_bytes:,} allocated)"
 
-    def _evict(self, store: Store, state: PolicyState, coming: int) -> None:
+    def _evict(self, store: Store, coming: int) -> None:
         assert self.evict is not None
+        assert self._policy_state is not None
         if store.tokens <= self.evict.budget:
             return
+        state = copy.copy(self._policy_state)
         index = state.choose(store, coming)
-        if index is None:
-            return
-        store.keep(index)
-        state.keep(index)
-        self._min_crop = max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
+        if index is not None:
+            state.keep(index)
+            store.keep(index)
+            self._min_crop = max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
+        self._policy_state = state
+        if index is not None and isinstance(store, PagedStore):
+            store.shrink()
 
 
 def _with_room(store: Store, capacity: int) -> PlainSteps:

@@ -25,6 +25,24 @@ class KeyScales(NamedTuple):
     per_token: bool
 
 
+class TokenPlaces(NamedTuple):
+    """Where tokens are in pages; the tensors broadcast to [rows, kv_heads, tokens].
+
+    Attributes:
+        page: of a token.
+        head: of a token.
+        place: in its page.
+        tile: in its page.
+        in_tile: the place in its tile.
+    """
+
+    page: Tensor
+    head: Tensor
+    place: Tensor
+    tile: Tensor
+    in_tile: Tensor
+
+
 class PageMemory:
     """Tensors [pages, kv_heads, ...], contiguous per head."""
 
@@ -166,18 +184,17 @@ class CodedPageMemory(PageMemory):
 
     def read_tokens(self, table: Tensor, count: int) -> list[Tensor]:
         """Codes and scales of the first `count` tokens of rows with these pages, in the format of `encode_tokens`."""
-        at = self._places(table, count)
+        at = self.places(table, count)
         data, *others = self.tensors
-        found = [data[at[0], at[1], at[2] // TILE, :, at[2] % TILE], *(t[at] for t in others)]
+        found = [data[at.page, at.head, at.tile, :, at.in_tile], *(t[at.page, at.head, at.place] for t in others)]
         return [t if t.ndim == 4 else t[..., None] for t in found]
 
-    def write_tokens(self, table: Tensor, encoded: list[Tensor]) -> None:
-        """Write the result of `encode_tokens` to the front of rows with these pages."""
-        pages, heads, places = self._places(table, encoded[0].shape[2])
+    def write_tokens(self, at: TokenPlaces, encoded: list[Tensor]) -> None:
+        """Write the result of `encode_tokens` to these places."""
         data, *others = self.tensors
-        data[pages, heads, places // TILE, :, places % TILE] = encoded[0]
+        data[at.page, at.head, at.tile, :, at.in_tile] = encoded[0]
         for t, new in zip(others, encoded[1:], strict=True):
-            t[pages, heads, places] = new if t.ndim == 4 else new[..., 0]
+            t[at.page, at.head, at.place] = new if t.ndim == 4 else new[..., 0]
 
     def encode_tokens(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Codes and scales of any count of tokens, [rows, kv_heads, tokens, dim], each with its own scales."""
@@ -186,11 +203,12 @@ class CodedPageMemory(PageMemory):
         found = [keys.transpose(-1, -2).flatten(2, 3), *others]
         return [(t if t.ndim == 4 else t[..., None])[:, :, : k.shape[2]] for t in found]
 
-    def _places(self, table: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Page, head and place in the page of each token; they broadcast to [rows, kv_heads, tokens]."""
+    def places(self, table: Tensor, count: int) -> TokenPlaces:
+        """The places of the first `count` tokens of rows with these pages."""
         at = torch.arange(count, device=table.device)
         heads = torch.arange(self.tensors[0].shape[1], device=table.device)[:, None]
-        return table[:, at // self.scales.page][:, None], heads, at % self.scales.page
+        place = at % self.scales.page
+        return TokenPlaces(table[:, at // self.scales.page][:, None], heads, place, place // TILE, place % TILE)
 
     def parts(self, tokens: int, table: Tensor, row_ends: Tensor | None) -> tuple[Part, Part]:
         """The part of the keys and the part of the values in these pages."""

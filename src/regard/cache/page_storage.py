@@ -145,7 +145,8 @@ class PageStorage:
             count = max(pages.used + pages.used // 8, -(-MIN_TOKENS // self.page))
             if memory is None or memory.pages < 2 * count:
                 continue
-            memory.shrink(pages.shrink(count), count)
+            memory.shrink([page.index for page in pages.in_use], count)
+            pages.shrink(count)
             for table in self.tables:  # pages have new indices
                 table.batch = None
 

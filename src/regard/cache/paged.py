@@ -78,6 +78,9 @@ class PagedStore:
 
     def keep(self, index: Tensor) -> None:
         keep_tokens(self.pool.storage, self.sequences, index)
+
+    def shrink(self) -> None:
+        """Free memory that has become empty, unless other caches use the pool as well."""
         if not self._is_shared:
             self.pool.storage.shrink()
 
@@ -199,20 +202,27 @@ def keep_tokens(storage: PageStorage, sequences: list[Sequence], index: Tensor) 
     wanted = [(sinks + tail) * len(sequences), coded * len(sequences)]
     storage.check_free(sum(wanted) - sum(freed), sum(wanted))
     storage.reserve(storage.plain.used - freed[0] + wanted[0], storage.coded.used - freed[1] + wanted[1])
-    for s in sequences:
-        s.release_from(0)
-    for s in sequences:
-        s.plain = [storage.plain.allocate() for _ in range(sinks + tail)]
-        s.coded = [storage.coded.allocate() for _ in range(coded)]
+    places = [*range(front), *range(sinks * storage.page, sinks * storage.page + kept - tail_start)]
+    at = storage.index_tensor(places).expand(*index.shape[:2], len(places))
+    for page in (page for s in sequences for page in reversed(s.pages_from(0))):
+        page.allocator.release(page)
+    new_plain = [[storage.plain.allocate() for _ in range(sinks + tail)] for _ in sequences]
+    new_coded = [[storage.coded.allocate() for _ in range(coded)] for _ in sequences]
+    try:
+        slots = _slots(storage, _table(storage, new_plain), at)
+        codes_at = None
+        if coded and storage.coded_memory is not None:
+            codes_at = storage.coded_memory.places(_table(storage, new_coded), tail_start - front)
+        storage.plain_memory.write(slots, elements)  # the last that can fail, before it writes
+    except BaseException:
+        storage.count_references()  # the sequences still have their former pages, to which nothing was written
+        raise
+    if codes_at is not None and storage.coded_memory is not None:
+        storage.coded_memory.write_tokens(codes_at, encoded)
+    for s, s.plain, s.coded in zip(sequences, new_plain, new_coded, strict=True):
         s.tokens, s.batch, s.indexed, s.node = kept, None, 0, storage.root
         s.segments = None if storage.codec is None else (front, tail_start - front)
         s.ids.clear()
-    places = [*range(front), *range(sinks * storage.page, sinks * storage.page + kept - tail_start)]
-    at = storage.index_tensor(places).expand(*index.shape[:2], len(places))
-    storage.plain_memory.write(_slots(storage, _table(storage, [s.plain for s in sequences]), at), elements)
-    if coded:
-        assert storage.coded_memory is not None
-        storage.coded_memory.write_tokens(_table(storage, [s.coded for s in sequences]), encoded)
 
 
 def _kept_front(sequences: list[Sequence], index: Tensor) -> int:

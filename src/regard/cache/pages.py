@@ -130,22 +130,20 @@ class PageAllocator:
         free.update(self.free)
         self.pages, self.free = [*self.pages, *added], free  # together: Ctrl-C must not come between them
 
-    def shrink(self, count: int) -> list[int]:
-        """Have `count` pages: those in use come first, the content of the free ones is invalidated.
+    @property
+    def in_use(self) -> list[Page]:
+        """The pages that sequences refer to."""
+        return [page for page in self.pages if page.references]
 
-        Returns:
-            The former indices of the pages in use, in their new order.
-        """
-        used = [page for page in self.pages if page.references]
+    def shrink(self, count: int) -> None:
+        """Have `count` pages: those in use come first, the content of the free ones is invalidated."""
         for page in self.free:
             page.invalidate()
-        indices = [page.index for page in used]
-        for index, page in enumerate(used):
+        self.pages = self.in_use
+        for index, page in enumerate(self.pages):
             page.index = index
-        self.pages = used
         self.free.clear()
         self.grow(count)
-        return indices
 
     def allocate(self) -> Page:
         """Take a free page, with one reference. The caller has checked that there is one."""

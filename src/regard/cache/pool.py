@@ -21,6 +21,7 @@ from regard.cache.sequence import Sequence
 from regard.cache.store import describe_tensor
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+from regard.integers import as_integer
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import StoredTensor
@@ -163,11 +164,11 @@ class PagePool:
         for row in rows:
             chosen.append(sequences[row].fork() if row in seen else sequences[row])
             seen.add(row)
-        for row, sequence in enumerate(sequences):
-            if row not in seen:
-                sequence.free()
         if batch is not None:
             batch.select(self.storage.index_tensor(rows), chosen)
+        for row, sequence in enumerate(sequences):  # last: it cannot be undone
+            if row not in seen:
+                sequence.free()
         return chosen
 
     def __repr__(self) -> str:
@@ -236,8 +237,9 @@ def _prompt_ids(tokens: object) -> list[int]:
                 f"tokens are {describe_tensor(tokens)}: expected the ids of one sequence, int64 [tokens]."
             )
         tokens = tokens.tolist()
-    ids = list(tokens) if isinstance(tokens, Iterable) else [None]
-    if not all(isinstance(token, int) for token in ids):
+    given = cast("Iterable[object]", tokens) if isinstance(tokens, Iterable) else [None]
+    ids = [token if type(token) is int else as_integer(token) for token in given]
+    if None in ids:
         raise ProblemError(f"tokens are {tokens!r}: expected the ids of a prompt, whole numbers.")
     return cast(list[int], ids)
 

@@ -129,11 +129,14 @@ class QuantisedStore:
         if count:
             for m, x in zip(self._memories, given, strict=False):
                 encoded.append(m.codes.encode(m.oldest(self._begin, self._end, x, sinks, count)))
-            self._grow_codes(count)
         over = max(count - left, 0)  # new tokens that are encoded at once
-        if self._end + rest - over > self._tail_capacity:
-            self._move_tail_to_front()
+        moves = self._end + rest - over > self._tail_capacity
+        tails = [m.tail.narrow(2, self._begin, left).clone() for m in self._memories] if moves else []
+        if count:
+            self._grow_codes(count)
         # Nothing was changed so far that matters, and nothing can fail from here on.
+        if moves:
+            self._move_to_front(tails)
         self._before = _Snapshot(self.tokens_seen, self._sinks, self._ranges, self._begin, self._end, not over)
         for m, x in zip(self._memories, given, strict=False):
             if sinks:
@@ -184,10 +187,13 @@ class QuantisedStore:
         self._ranges, self._before, self._are_parts_valid = (), None, False
 
     def select(self, rows: Tensor) -> None:
+        end = self._next_slot()
+        selected = [
+            (select_rows(m.sinks, rows), select_rows(m.tail, rows), m.codes.selected(rows, end)) for m in self._memories
+        ]
+        for m, (sinks, tail, codes) in zip(self._memories, selected, strict=True):
+            m.sinks, m.tail, m.codes.tensors = sinks, tail, codes
         self.form, self._are_parts_valid = self.form._replace(batch=len(rows)), False
-        for m in self._memories:
-            m.sinks, m.tail = select_rows(m.sinks, rows), select_rows(m.tail, rows)
-            m.codes.select(rows, self._next_slot())
 
     def keep(self, index: Tensor) -> None:
         if self.codec.keys != "token":
@@ -201,15 +207,18 @@ class QuantisedStore:
         mixed = bool(coded.numel()) and (int(coded.min()) < sinks or int(coded.max()) >= tail)
         ranges = [torch.arange(r.slot, r.end, device=index.device) for r in self._ranges]
         slots = torch.cat(ranges or [index.new_empty(0)])
-        encoded: list[list[Tensor]] = []
+        capacity = max(self._code_capacity or self._round_up(count + count // 8), self._round_up(count))
+        left: list[tuple[Tensor, Tensor, list[Tensor]]] = []
         for m in self._memories:
             plain = (m.sinks.narrow(2, 0, sinks), m.tail.narrow(2, self._begin, self._end - self._begin))
             entries = m.codes.entries(slots, plain if mixed else ())
-            encoded.append([_gather(t, coded if mixed else coded - sinks) for t in entries])
-        for m, entries in zip(self._memories, encoded, strict=True):
-            m.sinks.narrow(2, 0, first).copy_(_gather(m.sinks, index[:, :, :first]))
-            m.tail.narrow(2, 0, last).copy_(_gather(m.tail, index[:, :, kept - last :] + (self._begin - tail)))
-            m.codes.put(entries, self._code_capacity or self._round_up(count + count // 8))
+            codes = m.codes.packed([_gather(t, coded if mixed else coded - sinks) for t in entries], capacity)
+            of_tail = index[:, :, kept - last :] + (self._begin - tail)
+            left.append((_gather(m.sinks, index[:, :, :first]), _gather(m.tail, of_tail), codes))
+        for m, (of_sinks, of_tail, codes) in zip(self._memories, left, strict=True):
+            m.sinks.narrow(2, 0, first).copy_(of_sinks)
+            m.tail.narrow(2, 0, last).copy_(of_tail)
+            m.codes.tensors, m.codes.capacity = codes, capacity
         self._ranges = (SlotRange(0, count),) if count else ()
         self._sinks, self._coded, self._begin, self._end = first, count, 0, last
         self._before, self._are_parts_valid = None, False
@@ -298,10 +307,9 @@ class QuantisedStore:
             return 0
         return min(new, self._sink_capacity - self._sinks)
 
-    def _move_tail_to_front(self) -> None:
-        """Copy the tail to the front of its memory: once in residual + group steps."""
+    def _move_to_front(self, tails: list[Tensor]) -> None:
+        """Write copies of the tails to the front of their memory: once in residual + group steps."""
         left = self._end - self._begin
-        tails = [m.tail.narrow(2, self._begin, left).clone() for m in self._memories]  # before any is written to
         for m, tail in zip(self._memories, tails, strict=True):
             m.tail.narrow(2, 0, left).copy_(tail)
         self._begin, self._end = 0, left

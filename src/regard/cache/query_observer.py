@@ -243,7 +243,7 @@ class QueryAccumulator(QueryObserver[E]):
             self._before = window.first, before
             self.accumulate([window], store)
         else:
-            self.windows.append(window.copied())
+            self.windows = [*self.windows, window.copied()]
 
     def keep(self, index: Tensor) -> None:
         self._before = None
@@ -256,7 +256,9 @@ class QueryAccumulator(QueryObserver[E]):
 
     def select(self, rows: Tensor) -> None:
         if self._before is not None:
-            self._before[1].select(rows)
+            before = copy.copy(self._before[1])
+            before.select(rows)
+            self._before = self._before[0], before
         super().select(rows)
 
     def flush(self, store: Store) -> None:

@@ -26,6 +26,7 @@ by i and then by `evicted` is a rotation by i + evicted, so only the sinks are r
 keys: no error accumulates. The angle, evicted * frequency, is computed in float64.
 """
 
+import copy
 import functools
 from typing import Any
 
@@ -76,23 +77,21 @@ class Sinks:
             self._v.narrow(2, first, count).copy_(v.narrow(2, 0, count))
         self._partners = None
 
-    def write_keys(self, out: Tensor, evicted: int, length: int) -> None:
-        """Write their keys, rotated further by `evicted` positions.
+    def keys(self, evicted: int, length: int) -> Tensor:
+        """Their keys, rotated further by `evicted` positions: [batch, kv_heads, count, qk_dim], float32 or float64.
 
         Args:
-            out: [batch, kv_heads, count, qk_dim] of any float type.
             evicted: how many tokens were evicted, at least one.
             length: tokens in the cache, for scalings of `Rope` that depend on it.
         """
         if self.rope is None:
-            out.copy_(hadamard(self._k) if self.is_rotated else self._k)
-            return
+            return hadamard(self._k) if self.is_rotated else self._k
         if self._partners is None:
             self._partners = _partners(self._k, self.rope)
         rotation = _rotation.__wrapped__ if is_traced() else _rotation
-        cos, sin = rotation(self.rope, evicted, _scaled_length(self.rope, length), self._wide, out.device)
+        cos, sin = rotation(self.rope, evicted, _scaled_length(self.rope, length), self._wide, self._k.device)
         rotated = torch.addcmul(self._k * cos, self._partners, sin)
-        out.copy_(hadamard(rotated) if self.is_rotated else rotated)
+        return hadamard(rotated) if self.is_rotated else rotated
 
     def rotation(self) -> RotateSinks | None:
         """What writes their keys for a number of evicted tokens on the device; None if they are not rotated.
@@ -123,9 +122,11 @@ class Sinks:
         """Write their values, [batch, kv_heads, count, v_dim]."""
         out.copy_(self._v)
 
-    def select(self, rows: Tensor) -> None:
-        """Make batch row i what row rows[i] is."""
-        self._k, self._v, self._partners = select_rows(self._k, rows), select_rows(self._v, rows), None
+    def selected(self, rows: Tensor) -> "Sinks":
+        """Those of the batch rows `rows`."""
+        selected = copy.copy(self)
+        selected._k, selected._v, selected._partners = select_rows(self._k, rows), select_rows(self._v, rows), None
+        return selected
 
 
 def check_rope(rope: Any, form: Form) -> None:
@@ -224,8 +225,8 @@ class RollingStore:
         for old, new in zip(self._memory, selected, strict=True):
             here = (2, self._first, self.tokens)
             torch.index_select(old.narrow(*here), 0, rows, out=new.narrow(*here))
-        self._sinks.select(rows)
-        self._memory, self.form = selected, self.form._replace(batch=len(rows))
+        self._sinks, self._memory = self._sinks.selected(rows), selected
+        self.form = self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:
         raise _no_choice(self.layout)
@@ -253,25 +254,28 @@ class RollingStore:
 
     def _evict(self, new: int) -> None:
         """Evict tokens that are too old for `new` more, have memory for those, and rotate the sinks."""
-        evicted = self.tokens - self.layout.window + 1  # with one new token there are `window` again
-        if evicted > 0:
-            self._first += evicted
-            self._evicted += evicted
+        evicted = max(self.tokens - self.layout.window + 1, 0)  # with one new token there are `window` again
+        left, sinks = self.tokens - evicted + new, self.layout.sinks if evicted else 0
+        keys = self._sinks.keys(self._evicted + evicted, min(left, self.layout.window)) if sinks else None
         if self._end + new > self._memory[0].shape[2] or self._memory[0].shape[2] > self._slots:
-            self._move(max(self._slots, self.tokens + new))
-        sinks = self.layout.sinks
-        if sinks and evicted > 0:
+            self._move(self._first + evicted, max(self._slots, left))
+        else:
+            self._first += evicted
+        self._evicted += evicted  # all that can fail comes before the first change
+        if keys is not None:
             k, v = (t.narrow(2, self._first, sinks) for t in self._memory)
-            self._sinks.write_keys(k, self._evicted, min(self.tokens + new, self.layout.window))
+            k.copy_(keys)
             self._sinks.write_values(v)
 
-    def _move(self, slots: int) -> None:
-        """Copy the stored tokens to the front of the memory, which is reallocated if its size changes."""
-        stored, old = self.tokens, self._memory
+    def _move(self, first: int, slots: int) -> None:
+        """Move the tokens from slot `first` on to the front of the memory, which is reallocated if its size changes."""
+        stored, old = self._end - first, self._memory
         memory = old if old[0].shape[2] == slots else allocate_both(self.form, self.form.batch, slots, self._dtype)
-        for source, target in zip(old, memory, strict=True):
-            x = self._stored(source)
-            target.narrow(2, 0, stored).copy_(x.clone() if memory is old and self._first < stored else x)
+        moved = [t.narrow(2, first, stored) for t in old]
+        if memory is old and first < stored:
+            moved = [t.clone() for t in moved]  # both before one is written to
+        for t, x in zip(memory, moved, strict=True):
+            t.narrow(2, 0, stored).copy_(x)
         self._memory, self._first, self._end = memory, 0, stored
 
     def _stored(self, t: Tensor) -> Tensor:
@@ -301,14 +305,17 @@ class RollingCodes(QuantisedStore):
         if not new:
             return self.cached()
         evicted = max(before - window + 1, 0)  # with one new token there are `window` again
-        cached = self._evict_and_append(k, v, evicted) if evicted else super().append(k, v)
         if before < self.layout.sinks:
             self._original_sinks.put(before, k, v)
-        if evicted:
-            self._evicted += evicted
-            if self._original_sinks.rope is not None:
-                keys = self._memories[0].sinks
-                self._original_sinks.write_keys(keys, self._evicted, min(before - evicted + new, window))
+        if not evicted:
+            return super().append(k, v)
+        keys = None
+        if self._original_sinks.rope is not None:
+            keys = self._original_sinks.keys(self._evicted + evicted, min(before - evicted + new, window))
+        cached = self._evict_and_append(k, v, evicted)
+        self._evicted += evicted
+        if keys is not None:
+            self._memories[0].sinks.copy_(keys)
         return cached
 
     def steps(self, tokens: int = 0) -> CodedSteps:
@@ -355,8 +362,9 @@ class RollingCodes(QuantisedStore):
         self._evicted = 0
 
     def select(self, rows: Tensor) -> None:
+        sinks = self._original_sinks.selected(rows)
         super().select(rows)
-        self._original_sinks.select(rows)
+        self._original_sinks = sinks
 
     def keep(self, index: Tensor) -> None:
         raise _no_choice(self.layout)

@@ -12,7 +12,7 @@ codes          S S S S|c c c c ... . .|t t t t .  see `coded_steps.py`
 """
 
 import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -130,6 +130,19 @@ class StepCache:
                 f"steps(capacity={self.capacity}) is full: token {most + below:,} of a row does not fit. Take a larger "
                 "capacity."
             )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if torch.is_inference_mode_enabled():  # the tensors of a pickle are then of inference mode
+            with torch.inference_mode(mode=False):
+                self.__dict__.update(copy.deepcopy(state))
+
+    @torch.inference_mode(mode=False)  # its memory is written to in and out of inference mode
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepCache":
+        other = object.__new__(StepCache)
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
 
     def __copy__(self) -> "StepCache":
         """A deep copy: two caches in the same memory would overwrite one another's tokens."""

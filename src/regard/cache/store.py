@@ -104,7 +104,11 @@ class Store(Protocol):
 
 
 class PolicyState(Protocol):
-    """What a policy knows about the tokens of one cache; it follows every change of the cache."""
+    """What a policy knows about the tokens of one cache; it follows every change of the cache.
+
+    All methods but `append` are called on a shallow copy (`copy.copy`), which replaces the state once the store has
+    changed as well: so after an error both are as they were. They assign new values, and change none in place.
+    """
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
         """The store has appended these tokens, as `KVCache.append` received them."""
@@ -119,15 +123,15 @@ class PolicyState(Protocol):
         ...
 
     def keep(self, index: Tensor) -> None:
-        """The store has evicted all tokens but these."""
+        """The store evicts all tokens but these."""
         ...
 
     def crop(self, tokens: int) -> None:
-        """The store has removed all but its first `tokens` tokens."""
+        """The store removes all but its first `tokens` tokens."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """The store has selected batch rows, see `Store.select`."""
+        """The store selects batch rows, see `Store.select`."""
         ...
 
 

@@ -16,6 +16,9 @@ Edge: TypeAlias = "int | NDArray[np.int64] | None"
 MOST = 4
 """Intervals of a union; masks with more are split recursively."""
 
+FAR = 1 << 60
+"""Edges are cut to this distance, so that sums with positions fit 64 bits."""
+
 
 class Interval(NamedTuple):
     """The keys k of query position q with max(q + left, start) <= k < min(q + right, stop); None is no limit.
@@ -49,12 +52,22 @@ def fault_of(found: object, batch: int, queries: int) -> str | None:
 
 
 def as_int64(x: Interval) -> Interval:
-    """The interval with edges that can be subtracted from one another: of unsigned integers, differences wrap around.
+    """The interval with edges whose sums and differences fit int64: Python's ints or int64 arrays, cut to `FAR`.
 
-    >>> as_int64(Interval(stop=np.array([[3]], np.uint8))).stop
-    array([[3]])
+    >>> as_int64(Interval(start=np.uint8(3), stop=np.array([[2**64 - 1]], np.uint64)))
+    Interval(left=None, right=None, start=3, stop=array([[1152921504606846976]]))
     """
-    return Interval(*(edge.astype(np.int64) if isinstance(edge, np.ndarray) else edge for edge in x))
+    return Interval(*map(_cut, x))
+
+
+def _cut(edge: Edge) -> Edge:
+    if edge is None:
+        return None
+    if not isinstance(edge, np.ndarray):
+        return max(-FAR, min(int(edge), FAR))
+    if edge.dtype.kind == "u":  # beyond int64, it would wrap around
+        edge = np.minimum(edge.astype(np.uint64), FAR)
+    return edge.astype(np.int64).clip(-FAR, FAR)
 
 
 def _is_edge(edge: object, batch: int, queries: int) -> bool:
@@ -82,7 +95,7 @@ def intersection(a: Union, b: Union) -> Union:
     """The keys in both unions."""
     if a is None or b is None:
         return None
-    return _limit([
+    return limited([
         Interval(_most(x.left, y.left), _least(x.right, y.right), _most(x.start, y.start), _least(x.stop, y.stop))
         for x in a
         for y in b
@@ -91,7 +104,7 @@ def intersection(a: Union, b: Union) -> Union:
 
 def union(a: Union, b: Union) -> Union:
     """The keys in either union."""
-    return None if a is None or b is None else _limit(a + b)
+    return None if a is None or b is None else limited(a + b)
 
 
 def complement(a: Union) -> Union:
@@ -110,7 +123,8 @@ def complement(a: Union) -> Union:
     return found
 
 
-def _limit(intervals: list[Interval]) -> Union:
+def limited(intervals: list[Interval]) -> Union:
+    """The union of these intervals, without those that are empty; None where there are more than `MOST`."""
     found = [x for x in intervals if not _is_empty(x)]
     return found if len(found) <= MOST else None
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from regard.describe.interval import Union, as_int64, complement, fault_of, intersection, union
+from regard.describe.interval import Union, as_int64, complement, fault_of, intersection, limited, union
 from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import INTERNED, Fingerprint, Spec, spec
 from regard.describe.whole_number import whole
@@ -102,7 +102,7 @@ class Mask(Spec):
         """The kept keys of each query as a union of intervals, for a call of these sizes; None if unknown.
 
         Optional: with it, short calls are scheduled faster, without splitting rectangles. An edge that decreases from a
-        query to the next (`Interval`) gains nothing: rectangles are split then.
+        query to the next (`Interval`), and more than 4 intervals, gain nothing: rectangles are split then.
         """
         return None
 
@@ -368,7 +368,7 @@ def intervals_of(mask: Mask, sizes: CallSizes) -> Union:
             f"{mask!r}: intervals returned {wrong}; expected None or a list of Interval, whose edges are None, an int, "
             f"or an int64 array [batch or 1, queries or 1] = [{sizes.batch} or 1, {sizes.queries} or 1]."
         )
-    return [as_int64(x) for x in found]
+    return limited([as_int64(x) for x in found])
 
 
 def _form(part: object) -> int | None:

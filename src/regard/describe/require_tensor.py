@@ -13,7 +13,7 @@ def require_tensor(value: object, what: str, expected: str, *, read: bool = Fals
     Args:
         what: its name in the message.
         expected: text of the expected types and sizes.
-        read: whether the caller reads elements, so a tensor without data is refused.
+        read: whether the caller reads elements, so a tensor without data, or that torch traces, is refused.
 
     Raises:
         ProblemError: the argument is not such a tensor.
@@ -30,6 +30,11 @@ def require_tensor(value: object, what: str, expected: str, *, read: bool = Fals
         raise ProblemError(f"{what} is {value.layout} {list(value.shape)}: expected {expected}; use t.to_dense().")
     if value.is_quantized:
         raise ProblemError(f"{what} is {value.dtype} {list(value.shape)}: expected {expected}; use t.dequantize().")
-    if read and is_without_data(value):
+    if read and (torch.compiler.is_dynamo_compiling() or is_without_data(value)):
+        if torch.compiler.is_compiling():
+            raise ProblemError(
+                f"{what} is a tensor, whose elements cannot be read while torch.compile or torch.export traces: "
+                "give a list, or create the mask outside of the traced function."
+            )
         raise ProblemError(f"{what} is on {value.device}, without data: expected {expected}, with elements to read.")
     return value

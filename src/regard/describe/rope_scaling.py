@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from regard.describe.position_table import is_traced
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
@@ -296,8 +297,11 @@ class LongRope(Scaling):
         _check_positive(self, "attention_factor", self.attention_factor, absent=True)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
-        divisors = self.long if self.regime(tokens) else self.short
-        return plain / torch.tensor(divisors, dtype=plain.dtype, device=plain.device)
+        short, long = (torch.tensor(n, dtype=plain.dtype, device=plain.device) for n in (self.short, self.long))
+        if tokens is not None and is_traced():  # one graph for all lengths
+            is_long = torch.full((), tokens, device=plain.device) > self.original
+            return plain / torch.where(is_long, long, short)
+        return plain / (long if self.regime(tokens) else short)
 
     def magnitude(self) -> float:
         if self.attention_factor is not None:

@@ -267,7 +267,7 @@ class Distance(Score):
 
     def __post_init__(self) -> None:
         h = cast(object, self.bandwidth)
-        if isinstance(h, bool) or not isinstance(h, int | float) or not (math.isfinite(h) and h > 0):
+        if isinstance(h, bool) or not isinstance(h, int | float) or not 0 < h < math.inf:  # isfinite cannot be traced
             raise ProblemError(
                 f"{type(self).__name__}(bandwidth={h!r}): expected a finite number above 0, in the units of q and k."
             )

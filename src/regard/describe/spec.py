@@ -295,6 +295,8 @@ class Spec:
         return hash(self.fingerprint())
 
     def __repr__(self) -> str:
+        if torch.compiler.is_dynamo_compiling():  # torch.compile cannot trace a fingerprint
+            return f"{type(self).__name__}(...)"
         return self.fingerprint().text
 
 

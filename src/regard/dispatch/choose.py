@@ -173,7 +173,7 @@ class Plan:
         return self  # nothing in it changes
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        p = self.problem
+        p = self.posed
         if any(spec is not None for spec in (p.mask, p.bias, p.score)):
             raise RefusalError(
                 "a Plan with a mask, a bias or a score is not pickled, as it refers to classes of this process: keep "
@@ -204,7 +204,10 @@ class Plan:
 def _least_time(plan: Plan, machine: Machine) -> str:
     """The roofline: what products and memory need at least."""
     kind = str(plan.problem.dtype).removeprefix("torch.")
-    products = plan.flops / machine.flops.get(kind, machine.flops["float32"])
+    try:
+        products = plan.flops / machine.peak(kind)
+    except ProblemError:
+        return f"on {machine.title} no least time: no figure for {kind}"
     memory = plan.bytes / machine.bandwidth
     bound = "products" if products >= memory else "memory"
     return f"on {machine.title} at least {1000 * max(products, memory):.3g} ms, bound by {bound}"

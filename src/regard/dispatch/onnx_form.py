@@ -171,8 +171,13 @@ def _by_operator(call: _Call, opset: int) -> Tensor:
 
 
 def _is_placed(mask: Mask, opset: int) -> bool:
-    """Whether attributes of the operator say this mask, which is relative to the position of the query."""
-    return isinstance(mask, Causal) or (isinstance(mask, Window) and opset >= WINDOWS)
+    """Whether attributes of the operator say this mask, which is relative to the position of the query.
+
+    An attribute is a constant, so a window of a dynamic size is no attribute.
+    """
+    if isinstance(mask, Window):
+        return opset >= WINDOWS and not any(isinstance(edge, torch.SymInt) for edge in (mask.left, mask.right))
+    return isinstance(mask, Causal)
 
 
 def _attributes(masks: list[Mask]) -> dict[str, int]:

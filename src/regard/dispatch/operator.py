@@ -13,6 +13,7 @@ graph serves every step of decoding, and no CUDA graph may be captured around it
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
@@ -173,7 +174,6 @@ def is_counted() -> bool:
 
 def attend_traced(request: Request) -> State:
     """The state of a call, its `out` with the sink, as one operator; its specs are taken apart while torch traces."""
-    _refuse_transforms()
     q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend, lse, _ = request
     check_specs(mask, bias, score)
     check_numbers(scale, softcap, dropout)
@@ -275,7 +275,9 @@ def _seed(seed: int, device: torch.device) -> None:
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
+    # below autograd, torch does not say that tensors have no tangents
+    autograd = recording_gradients() if in_forward_mode() else nullcontext()
+    with torch.no_grad(), autograd:
         state = _run(_Arguments.of(arguments))
     return state.out.contiguous(), state.lse.contiguous()
 

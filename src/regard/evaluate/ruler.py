@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 from regard.errors import ProblemError
 from regard.evaluate import prompts
@@ -268,7 +268,8 @@ def _niah(name: str, kind: NeedleKind) -> type[_Niah]:
     what = f"{kind.keys * kind.values} of {kind.value} in {kind.haystack}, {kind.queries * kind.values} asked for"
     members = {"name": name, "kind": kind, "__doc__": f"RULER's {name}: {what}.", "__module__": __name__}
     base = _NiahInBook if kind.haystack == "book" else _Niah
-    return dataclass(frozen=True)(type("".join(part.title() for part in name.split("_")), (base,), members))
+    made = type("".join(part.title() for part in name.split("_")), (base,), members)
+    return cast("type[_Niah]", dataclass(frozen=True)(made))
 
 
 NIAH = {

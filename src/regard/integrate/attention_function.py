@@ -178,7 +178,8 @@ def _mask_of(
             return TensorMask(given.dense()), None, 0
         raise ProblemError(
             f"the mask is for {rows} queries and {columns} keys, and {type(module).__name__} has {queries} and {keys}: "
-            f'other keys than its cache announced. Use attn_implementation="eager" for this model.'
+            "other keys than its cache announced. If a call with this cache failed before, remove its tokens from all "
+            'layers by crop(), or call reset(); else use attn_implementation="eager" for this model.'
         )
     if isinstance(given, Tensor):
         if given.dtype == torch.bool:

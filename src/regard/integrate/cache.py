@@ -200,6 +200,8 @@ class RegardCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, EvictingLayer):
                 layer.prepare_pass()
+        if not torch.compiler.is_compiling():
+            self._check_lengths()
         return super().get_mask_sizes(query_length, layer_idx)
 
     def reset(self) -> None:
@@ -219,17 +221,24 @@ class RegardCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens in all layers; their count is a negative number.
 
+        After a call that failed, the layers that it did not reach lack its tokens already; from the others they are
+        removed.
+
         Raises:
             ProblemError: a layer no longer keeps the tokens that the next one would look back on, or its state, as of
                 linear attention, does not go back; no layer is changed.
         """
-        attending = [layer for layer in self.layers if isinstance(layer, StoredLayer | FixedLayer)]
-        for layer in attending:
-            layer.check_crop(tokens_to_remove)
-        if not tokens_to_remove or (attending and not any(int(layer.get_seq_length()) for layer in attending)):
+        attending = self._attending()
+        lengths = {i: int(layer.get_seq_length()) for i, layer in attending.items()}
+        left = max(lengths.values(), default=0) + tokens_to_remove
+        removed = {i: tokens_to_remove if tokens_to_remove > 0 else min(left - n, 0) for i, n in lengths.items()}
+        for i, layer in attending.items():
+            layer.check_crop(removed[i])
+        if not tokens_to_remove or (attending and not any(lengths.values())):
             return  # there is nothing to remove
         self._check_states(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        for i, layer in enumerate(cast("list[Any]", self.layers)):
+            layer.crop(removed.get(i, tokens_to_remove))
 
     def activate_past_recording(self) -> None:
         """Prepare for drafts that may be rejected, as assisted decoding does.
@@ -258,6 +267,27 @@ class RegardCache(DynamicCache):
         return f"RegardCache({self.decoder.name}, {self.options}: {len(self.layers)} layers, {self.bytes:,} bytes)"
 
     __str__ = __repr__
+
+    def _attending(self) -> dict[int, Any]:
+        """The layers of regard's that count their tokens."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, StoredLayer | FixedLayer)}
+
+    def _check_lengths(self) -> None:
+        """Raise `ProblemError` if some layers have tokens of a call that others lack, as one that failed leaves them.
+
+        Lengths that are on a GPU are not read: the host would wait for them.
+        """
+        layers = self._attending().items()
+        if any(isinstance(x, FixedLayer) and not x.cumulative_length.is_cpu for _, x in layers):
+            return
+        lengths = {i: int(layer.get_seq_length()) for i, layer in layers}
+        most, least = max(lengths.values(), default=0), min(lengths.values(), default=0)
+        if most != least:
+            raise ProblemError(
+                f"layers {ranges([i for i, n in lengths.items() if n == most])} of {self!r} have {most} tokens and "
+                f"others {least}: a call of the model failed between them. Remove its tokens, crop({least - most}), or "
+                "call reset()."
+            )
 
     def _check_states(self, tokens_to_remove: int) -> None:
         """Raise `ProblemError` if transformers' own layers cannot go back, or do not record what they need for it."""

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from regard.cache.kv_cache import KVCache
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
-from regard.errors import RefusalError
-from regard.integrate.cache_layers import StoredLayer, check_crop, untraced
+from regard.errors import ProblemError, RefusalError
+from regard.integrate.cache_layers import StoredLayer, untraced
 from regard.integrate.cache_move import move
 from regard.integrate.heap import trim_heap
 from regard.integrate.layer_mask import LayerMask, mask_over_kept
@@ -158,7 +158,6 @@ class EvictingLayer(StoredLayer):
                 f"a mask given as a tensor for {self.kv!r}, which drops tokens: it does not tell which keys are left. "
                 "Give the padding, [batch, tokens], or take a cache that keeps all."
             )
-        self._was_read = True
         return bool(self._rows) or (
             layer_mask is not None and layer_mask.padding is not None and not bool(layer_mask.padding.all())
         )
@@ -177,6 +176,7 @@ class EvictingLayer(StoredLayer):
         """Show the policy the queries of this step, as attention used them; after a prompt, evict."""
         self._new = None
         self.kv.observe(query, mask, scale)
+        self._was_read = True
         self._evict(query.shape[2])
 
     def attend_by_row(
@@ -222,6 +222,7 @@ class EvictingLayer(StoredLayer):
             )
             out.append(F.pad(run(q, self._sources(found), mask), (0, 0, skip, 0)))
             kv.observe(observed(q), mask, scale)
+        self._was_read = True
         self._evict(queries)
         zero = torch.zeros_like(next(o for o in out if o is not None))
         return torch.cat([zero if o is None else o for o in out])
@@ -257,8 +258,16 @@ class EvictingLayer(StoredLayer):
 
     # ---- what generation does with it -------------------------------------------------------------------------------
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        if self._rows and not self._was_read and -self._length < tokens_to_remove < 0:
+            raise ProblemError(
+                f"crop({tokens_to_remove}): the last call failed in the attention to a padded batch, when only some "
+                "rows had its tokens. Start anew, with reset()."
+            )
+        super().check_crop(tokens_to_remove)
+
     def crop(self, tokens_to_remove: int) -> None:
-        check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         for kv in self.caches:
             if tokens_to_remove and kv.tokens_seen:
                 kv.crop(max(kv.tokens_seen + tokens_to_remove, 0))

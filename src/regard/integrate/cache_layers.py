@@ -119,12 +119,12 @@ class StoredLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        if self.kv.tokens_seen:
+        if self.is_initialized:
             self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows only: their indices, or a bool for each row."""
-        if self.kv.tokens_seen:
+        if self.is_initialized:
             self._select(torch.arange(self.batch_size)[indices.cpu()])
 
     def reset(self) -> None:

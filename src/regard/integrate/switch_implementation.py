@@ -45,7 +45,7 @@ def keeping_implementation(model: Any) -> Generator[None]:
 def _configs(model: nn.Module) -> Iterable[Any]:
     """The configs of a model and of the models in it, with the configs in these; each once."""
     found = dict[int, Any]()
-    waiting = [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    waiting: list[Any] = [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
     while waiting:
         config = waiting.pop()
         if id(config) not in found:

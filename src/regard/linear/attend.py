@@ -79,7 +79,8 @@ def linear_attend(
 
     Returns:
         (out [batch, heads, queries, v_dim] in the dtype of q, the `LinearState` after the last key). Sums are
-        accumulated in fp32, and in fp64 for fp64 inputs.
+        accumulated in fp32, and in fp64 for fp64 inputs, under autocast as well. Call `backward()` outside of
+        `torch.autocast`, as torch recommends: inside of it, autograd multiplies in the dtype of autocast.
 
     Raises:
         ProblemError: the call makes no sense.
@@ -102,8 +103,18 @@ def linear_attend(
     call = check_call(q, k, v, features, rule, causal, scale, normalise, state, form, chunk)
     with _without_autocast(q):
         carry = first_carry(call, k, v, state)
-        out, carry = _computed(call, q, k, v, carry)
-    return LinearResult(out, last_state(call, carry, state))
+        if not (k.shape[2] or call.in_place):
+            carry = carry._replace(matrix=_tied(call, carry.matrix, k, v))
+        out, last = _computed(call, q, k, v, carry)
+        if not (q.shape[2] or call.in_place):
+            out = _tied(call, out, q, k, v, carry.matrix)
+    return LinearResult(out, last_state(call, last, state))
+
+
+def _tied(call: LinearCall, x: Tensor, *inputs: Tensor) -> Tensor:
+    """x, for which the inputs and the rule have gradients of 0 rather than none."""
+    every = (*inputs, call.log_gamma, *rule_tensors(call))
+    return x + sum(t[..., :0].sum() for t in every if t is not None)
 
 
 def _computed(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

@@ -28,7 +28,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
-from regard.plan.checks import check_numbers, check_specs
+from regard.plan.checks import check_numbers, check_specs, not_a_tensor
 from regard.storage.stored import Rolling
 
 W = TypeVar("W", bound=Spec)
@@ -329,7 +329,7 @@ def check_flags(**flags: object) -> None:
 def check_input(name: str, x: object, expected: str) -> None:
     """Raise `ProblemError` unless it is a tensor."""
     if not isinstance(x, Tensor):
-        raise ProblemError(f"{name} is {type(x).__name__}: expected a tensor {expected}.")
+        raise not_a_tensor(name, x, f"a tensor {expected}")
 
 
 def check_cache(cache: object) -> None:

@@ -92,13 +92,6 @@ class Block(nn.Module):
         return x + change if self.skip else change
 
 
-def _share_again(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-    """Give the second module of each pair the tensors of the first."""
-    for first, other in pairs:
-        other._parameters.update(first._parameters)
-        other._buffers.update(first._buffers)
-
-
 def _share_tensors(first: nn.Module, other: nn.Module) -> bool:
     """Whether two modules have the same tensors."""
     a, b = (dict([*module.named_parameters(), *module.named_buffers()]) for module in (first, other))
@@ -166,6 +159,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
         self._shared: list[tuple[nn.Module, nn.Module]] = []  # pairs of biases, during `load_state_dict`
+        self.register_load_state_dict_pre_hook(Encoder._before_load)
         self.register_load_state_dict_post_hook(Encoder._after_load)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
 
@@ -173,18 +167,23 @@ class Encoder(nn.Module):
         """Convert or move the module; layers that shared the table of a bias before share it afterwards."""
         shared = self._biases_that_share()
         super()._apply(fn, recurse)
-        _share_again(shared)
+        self._share_again(shared)
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Load own tensors, before those of layers: with `assign=True` each layer would get a table of its own."""
+    def _before_load(self, *_: object) -> None:
+        """Note which layers share a table: loaded with `assign=True`, each would get one of its own."""
         self._shared = self._biases_that_share()
-        super()._load_from_state_dict(*args)
 
-    def _after_load(self, keys: object) -> None:
+    def _after_load(self, _: object) -> None:
         """Share tables again, once the layers are loaded."""
-        _share_again(self._shared)
+        self._share_again(self._shared)
         self._shared = []
+
+    def _share_again(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Give the second module of each pair the tensors of the first."""
+        for first, other in pairs:
+            other._parameters.update(first._parameters)
+            other._buffers.update(first._buffers)
 
     def _biases_that_share(self) -> list[tuple[nn.Module, nn.Module]]:
         """The biases of layers next to one another that have the same tensors, in pairs."""

@@ -1,8 +1,9 @@
 """`regard.everywhere`: on and off, for the whole process."""
 
 import atexit
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from threading import Lock
 from types import TracebackType
@@ -55,8 +56,12 @@ class _Process:
     printing: "frozenset[Everywhere]" = frozenset()
 
     @contextmanager
-    def changing(self) -> Generator[None]:
-        """Change what is on, inside; after an error, such as Ctrl-C, all is on that was on before."""
+    def changing(self, otherwise: Callable[[], object]) -> Generator[None]:
+        """Change what is on, inside; after an error, such as Ctrl-C, all is on that was on before.
+
+        Args:
+            otherwise: what is done after an error in place of the change.
+        """
         with _lock:
             before = self.for_good, self.requests, self.blocks, self.printing
             try:
@@ -64,6 +69,7 @@ class _Process:
                 self.settle()
             except BaseException:
                 self.for_good, self.requests, self.blocks, self.printing = before
+                otherwise()
                 self.settle()
                 raise
 
@@ -78,11 +84,13 @@ class _Process:
         """Take back this request alone: other threads may have made some since."""
         self.requests = tuple(each for each in self.requests if each.returned() is not returned)
 
-    def leave(self, block: "Everywhere") -> bool:
-        """End one block of this object; whether it has others."""
-        at = self.blocks.index(block)
-        self.blocks = (*self.blocks[:at], *self.blocks[at + 1 :])
-        return block in self.blocks
+    def leave(self, block: "Everywhere") -> None:
+        """End one block of this object, if it has one."""
+        if block in self.blocks:
+            at = self.blocks.index(block)
+            self.blocks = (*self.blocks[:at], *self.blocks[at + 1 :])
+        if block not in self.blocks:
+            self.printing -= {block}
 
     def settle(self) -> None:
         """Install or remove the kernels."""
@@ -127,14 +135,13 @@ class Everywhere:
     def __init__(self, on: bool, prints: bool) -> None:
         self.turns_on, self._prints = on, prints
         self._tally = report.Tally(measures=prints)
-        with _process.changing():
+        if on:
+            report.listen(self._tally)
+        with _process.changing(otherwise=partial(atexit.unregister, self._show)):
             _process.request(self, on)
             if prints:
                 _process.printing |= {self}
-        if on:
-            report.listen(self._tally)
-        if prints:
-            atexit.register(self._show)
+                atexit.register(self._show)
 
     @property
     def rows(self) -> tuple[report.Row, ...]:
@@ -147,7 +154,7 @@ class Everywhere:
     __repr__ = __str__
 
     def __enter__(self) -> Self:
-        with _process.changing():
+        with _process.changing(otherwise=partial(_process.withdraw, self)):
             _process.withdraw(self)
             _process.blocks += (self,)
         return self
@@ -155,15 +162,14 @@ class Everywhere:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with _lock:
+        with _process.changing(otherwise=partial(_process.leave, self)):
             if self not in _process.blocks:
                 raise ProblemError(
                     "regard.everywhere() is left and was not entered: expected `with regard.everywhere():`. To turn "
                     "it off, call regard.everywhere(False)."
                 )
-            if not (inside := _process.leave(self)):
-                _process.printing -= {self}
-            _process.settle()
+            _process.leave(self)
+            inside = self in _process.blocks
         if inside:
             return
         report.ignore(self._tally)

@@ -129,8 +129,8 @@ class Ranks:
             )
         if not isinstance(cast(object, timeout), Real) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
             raise ProblemError(f"timeout is {timeout!r}: expected seconds, a finite number above 0.")
-        outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to the ranks that it leaves out
-        if not isinstance(cast(object, group), dist.ProcessGroup | None) and group is not outside:
+        outside = cast(object, dist.GroupMember.NON_GROUP_MEMBER)  # what new_group returns to ranks that it leaves out
+        if not isinstance(cast(object, group), dist.ProcessGroup | None) and cast(object, group) is not outside:
             raise ProblemError(
                 f"group is {type(group).__name__}: expected a process group, or None for all ranks. A dimension of a "
                 'DeviceMesh has one: mesh.get_group("name").'

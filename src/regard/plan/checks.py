@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -16,7 +17,7 @@ from regard.describe.not_a_spec import instead, received
 from regard.describe.score import Score
 from regard.describe.spec import Spec
 from regard.describe.tensors import is_without_data
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 from regard.torch_internals import (
     DisabledTorchFunction,
     FakeTensor,
@@ -74,8 +75,7 @@ def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> No
     initialised. A class with its own `__torch_dispatch__` defines each operator, and is computed by these operators.
     """
     if not isinstance(t, Tensor):
-        dense = f"; {name}.dense() is one" if hasattr(t, "dense") else ""
-        raise ProblemError(f"{name} is {type(t).__name__}: expected {expected}{dense}.")
+        raise not_a_tensor(name, t, expected)
     if t.is_nested:
         raise ProblemError(
             f"{name} is a nested tensor: expected {expected}. Pad its rows with torch.nested.to_padded_tensor and hide "
@@ -90,6 +90,17 @@ def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> No
         )
     if t.layout is not torch.strided:
         raise ProblemError(f"{name} has the layout {t.layout}: expected {expected} that is strided; call .to_dense().")
+
+
+def not_a_tensor(name: str, given: object, expected: str) -> ProblemError | RefusalError:
+    """The error of an argument in the place of a tensor."""
+    if isinstance(given, Proxy):
+        return RefusalError(
+            f"torch.fx.symbolic_trace cannot record attention: {name} is a Proxy, without the sizes that regard reads: "
+            "use torch.export, or make the module that calls regard a leaf (torch.fx.Tracer.is_leaf_module)."
+        )
+    dense = f"; {name}.dense() is one" if hasattr(given, "dense") else ""
+    return ProblemError(f"{name} is {type(given).__name__}: expected {expected}{dense}.")
 
 
 def _has_ordinary_functions(kind: Any) -> bool:
@@ -152,7 +163,17 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
     """Raise `ProblemError` unless each is a number in its range."""
     for name, given in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if isinstance(given, Tensor):
-            raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
+            hint = (
+                " To learn a scale, multiply q by it and pass scale=1; instead of score=Cosine(), which divides q by "
+                "its norm, divide q and k by their norms first."
+            )
+            expected = "expected a number, as a Python int or float."
+            raise ProblemError(f"{name} is a tensor: {expected}{hint if name == 'scale' else ''}")
+        if isinstance(given, torch.SymInt | torch.SymFloat):
+            remedy = "multiply q by it and pass scale=1" if name == "scale" else "pass a number"
+            raise RefusalError(
+                f"{name} is computed from a dynamic length, and an exported graph has it as a constant: {remedy}."
+            )
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
             raise ProblemError(f"{name} is {given!r}: expected a number, as a Python int or float.")
         if isinstance(given, int) and abs(given) > sys.float_info.max:

@@ -13,16 +13,13 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from regard.describe.interval import Edge, Interval
+from regard.describe.interval import FAR, Edge, Interval
 from regard.describe.mask import Bools, Ints
 from regard.describe.recent import Recent
 from regard.plan.schedule import Schedule
 
 CELLS = 1 << 16
 """The most tiles of a call in closed form, since each tile has an array entry; larger calls are split recursively."""
-
-FAR = 1 << 60
-"""Edges are cut to this distance, so that sums with positions fit 64 bits."""
 
 BELOW = np.tri(257, 256, -1, dtype=bool)
 """Row n is True below n: indexing rows takes a tenth of the time of comparisons."""

@@ -77,8 +77,23 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         opaque=opaque,
         storage=None if stored is None else Storage.of(*stored),
         pairwise=() if bias is None else tuple(i for i, term in enumerate(bias.terms()) if is_pairwise(term)),
+        capability=capability_of(q.device.type, q.device.index),
     )
     return problem, Operands(q, k, v, mask, bias, sink, score, stored, offset)
+
+
+def capability_of(kind: str, index: int | None) -> tuple[int, int] | None:
+    """The compute capability of a device of this machine; None where it has none, as all but GPUs of NVIDIA.
+
+    Args:
+        kind: of device, "cuda" for example.
+        index: among the GPUs; None for the current one.
+    """
+    if kind != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    if index is None:
+        index = torch.cuda.current_device()
+    return torch.cuda.get_device_capability(index) if index < torch.cuda.device_count() else None
 
 
 def _non_contiguous(*tensors: Tensor) -> tuple[str, ...]:

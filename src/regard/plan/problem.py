@@ -70,6 +70,7 @@ class Problem:
             has its own `__torch_dispatch__`.
         storage: of stored keys and values; None for tensors.
         pairwise: the indices of those terms of the bias that are no tensors, and depend on more than head and distance.
+        capability: the compute capability of the GPU; None where it is not known, as for a plan of another machine.
     """
 
     batch: int
@@ -98,6 +99,7 @@ class Problem:
     opaque: bool
     storage: Storage | None = None
     pairwise: tuple[int, ...] = ()
+    capability: tuple[int, int] | None = None
 
     @property
     def changes_scores(self) -> bool:

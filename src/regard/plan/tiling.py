@@ -8,12 +8,12 @@ that stay undecided are evaluated pair by pair, one tile for each signature (`Ma
 import numpy as np
 import torch
 
-from regard.describe.interval import Interval, Union, step_left
+from regard.describe.interval import FAR, Interval, Union, step_left
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again, unchanged
-from regard.plan.closed_form import CELLS, FAR, Grid, closed_form
+from regard.plan.closed_form import CELLS, Grid, closed_form
 from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
 from regard.torch_internals import ignore_func_transforms

@@ -193,10 +193,14 @@ def test_a_text_longer_than_learned_positions_is_refused():
 
 
 GPTJ = {"vocab_size": 50, "n_positions": 12, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
-M2M100 = {"vocab_size": 50, "max_position_embeddings": 12, "d_model": 16, "encoder_layers": 1}
-M2M100 |= {"encoder_attention_heads": 2, "decoder_layers": 1, "decoder_attention_heads": 2}
-NEMOTRON = {"vocab_size": 50, "max_position_embeddings": 12, "hidden_size": 16, "intermediate_size": 16}
-NEMOTRON |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "layers_block_type": ["attention"]}
+M2M100 = {
+    "vocab_size": 50, "max_position_embeddings": 12, "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_layers": 1, "decoder_attention_heads": 2,
+}  # fmt: skip
+NEMOTRON = {
+    "vocab_size": 50, "max_position_embeddings": 12, "hidden_size": 16, "intermediate_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "layers_block_type": ["attention"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

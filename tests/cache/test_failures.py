@@ -1,0 +1,133 @@
+"""Calls that fail for want of memory change nothing: made again, they give what a cache that never failed gives.
+
+Memory is refused at each allocation of a call in turn, wherever torch makes one.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard import Causal, Rope
+from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, SinksAndRecent, SnapKV
+from regard.cache.evict import Eviction
+from regard.storage.codec import Codec, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from tests.stored import dense
+
+HEADS, DIM = 2, 16
+VIEWS = {"slice", "alias", "view", "expand", "transpose", "unsqueeze", "squeeze", "select", "detach", "unfold", "split"}
+OPTIONS: dict[str, tuple[Layout, Codec | torch.dtype | None, Eviction | None]] = {
+    "dense": (Contiguous(), None, None),
+    "int8": (Contiguous(), Int8(16, 16, 16), None),
+    "int4 rotated": (Contiguous(), Int4(16, 16, rotate=True), None),
+    "rolling": (Rolling(24, 4), None, None),
+    "rolling, rotated": (Rolling(24, 4, Rope(DIM)), torch.bfloat16, None),
+    "rolling int8": (Rolling(40, 4, Rope(DIM)), Int8(16, 16), None),
+    "paged": (Paged(16), None, None),
+    "paged int8": (Paged(16), Int8(16, 16, 16), None),
+    "latent int8": (Latent(8), Int8(16, 16), None),
+    "recent": (Contiguous(), None, SinksAndRecent(20)),
+    "H2O": (Contiguous(), Int8(16, 16), H2O(40)),
+    "TOVA": (Contiguous(), None, TOVA(40)),
+    "SnapKV": (Paged(16), None, SnapKV(40, window=8, once=False)),
+    "Knorm": (Paged(16), Int8(16, 16), Knorm(40)),
+    "expected": (Contiguous(), None, ExpectedAttention(60)),
+    "H2O, pages": (Paged(16), Int8(16, 16), H2O(40)),
+}
+CALLS: dict[str, Callable[["Text"], None]] = {
+    "append one": lambda text: text.append(1),
+    "append many": lambda text: text.append(70),
+    "select": lambda text: text.cache.select(torch.tensor([1, 1])),
+    "crop": lambda text: text.cache.crop(text.cache.tokens_seen - 1),
+    "forget": lambda text: text.cache.forget(),
+}
+
+
+class Refusing(TorchDispatchMode):
+    """Refuses memory to the n-th operation that allocates some, and counts them."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name not in VIEWS and not name.endswith("_") and func._overloadname != "out":
+            self.count += 1
+            if self.count == self.at:
+                raise MemoryError(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Text:
+    """A cache, and how many calls of it were made: the next tokens are the same for each text at this point."""
+
+    def __init__(self, name: str) -> None:
+        self.cache, self.calls = KVCache(*OPTIONS[name]), 0
+
+    def append(self, count: int) -> None:
+        made = torch.Generator().manual_seed(self.calls)
+        k, v = (torch.randn(2, HEADS, count, DIM, generator=made) for _ in range(2))
+        self.cache.append(k, None if isinstance(self.cache.layout, Latent) else v)
+
+    def observe(self, count: int) -> None:
+        self.cache.observe(torch.randn(2, 2 * HEADS, count, DIM, generator=torch.Generator().manual_seed(9)), Causal())
+        self.calls += 1
+
+    def stored(self) -> list[Tensor]:
+        """What the cache hands out, and its counts."""
+        none = torch.zeros(2, HEADS, 0, DIM)
+        found = self.cache.append(none, None if isinstance(self.cache.layout, Latent) else none)
+        counts = [self.cache.tokens, self.cache.tokens_seen, self.cache.min_crop, self.cache.bytes]
+        return [*(dense(t).clone() for t in found), torch.tensor(counts)]
+
+
+def prepared(name: str) -> Text:
+    """A text of which tokens were evicted, or became codes."""
+    text = Text(name)
+    for count in (50, 1, 17, 1):
+        text.append(count)
+        text.observe(count)
+    return text
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def failures(total: int) -> list[int]:
+    """At which of its allocations a call is refused memory: at the last ones, and at some before."""
+    return sorted({*range(1, total + 1, 1 + total // 8), *range(max(1, total - 6), total + 1)})
+
+
+@pytest.mark.exhaustive(per="test")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(name: str, call: str):
+    saved, is_append = pickle.dumps(prepared(name)), call.startswith("append")  # copies would share their pages
+    before, never_failed = pickle.loads(saved), pickle.loads(saved)
+    with Refusing(0) as counted:
+        CALLS[call](never_failed)
+    evicts = before.cache.evict is not None and is_append  # which it does first, and which may stay done
+    expected, next_count = never_failed.stored(), 70 if call == "append many" else 1
+    if is_append:
+        never_failed.observe(next_count)
+    never_failed.append(3)
+    later = never_failed.stored()
+    allowed = [before.stored(), expected] if call == "forget" else [before.stored()]  # it trims memory after all
+    for at in failures(counted.count):
+        text = pickle.loads(saved)
+        with pytest.raises(MemoryError), Refusing(at):
+            CALLS[call](text)
+        assert evicts or any(same(text.stored(), state) for state in allowed), at
+        CALLS[call](text)
+        assert same(text.stored(), expected), at
+        if is_append:
+            text.observe(next_count)
+        text.append(3)
+        assert same(text.stored(), later), at
