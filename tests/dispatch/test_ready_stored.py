@@ -35,6 +35,8 @@ CACHES: dict[str, Callable[[], KVCache]] = {
     "pages of a pool": lambda: KVCache(Paged(16, PagePool(None, 16, INT4)), codec=INT4),
 }
 
+LIKE_INT8 = {"int4", "fp8", "pages of int8"}
+
 
 def _new(tokens: int, batch: int = 2, heads: int = 2) -> tuple[Tensor, Tensor]:
     k, v = torch.randn(2, batch, heads, tokens, 32)
@@ -64,7 +66,9 @@ def _check(q: Tensor, k: Any, v: Any) -> bool:
     return found is not None
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LIKE_INT8)) for name in CACHES]
+)
 def test_each_step_has_the_bits_of_the_long_way_through_crops_copies_and_resets(name: str) -> None:
     torch.manual_seed(0)
     cache, steps = CACHES[name](), 0

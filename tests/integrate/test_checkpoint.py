@@ -349,6 +349,7 @@ def test_smollm2_in_bfloat16_is_the_same_rounded_and_never_there_in_float32(smol
 
 
 @pytest.mark.model
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [

@@ -365,6 +365,7 @@ def test_nothing_but_the_output_grows_with_the_tokens(kind: str, monkeypatch: py
     assert found[0] < 3 << 16
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("form", ["chunked", "recurrent"])
 @pytest.mark.parametrize("kind", FAST)
 def test_going_backward_grows_with_the_tokens_and_not_with_their_square(

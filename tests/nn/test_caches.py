@@ -107,6 +107,7 @@ def test_a_rolling_cache_must_turn_its_sinks_as_the_module_turns_keys():
         latent_attention()(x, cache=KVCache(Latent(8)))
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize(
     "policy", [SinksAndRecent(31), Knorm(31), H2O(31), TOVA(31), SnapKV(31, window=8, once=False)], ids=repr
 )

@@ -49,6 +49,7 @@ def as_torch(query: Tensor, key: Tensor, value: Tensor, **words: Any) -> Tensor:
     return ours
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", CALLS)
 def test_an_output_lies_as_torchs(layout: str, call: str):

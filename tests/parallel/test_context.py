@@ -15,6 +15,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield made
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("case", ["plain", "padding on the right", "padding on the left", "packed"])
 @pytest.mark.parametrize(("name", "layout", "tokens"), [("llama", "balanced", 37), ("mistral", "zigzag", 41)])
 def test_a_model_of_transformers_equals_one_process(
