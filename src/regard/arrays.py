@@ -30,7 +30,7 @@ A = TypeVar("A", bound=Array)
 
 def is_array(x: object) -> bool:
     """Whether it is an array of another library, and no tensor."""
-    return not isinstance(x, Tensor | Proxy) and (hasattr(x, "__dlpack__") or hasattr(x, "__array__"))
+    return not isinstance(x, (Tensor, Proxy)) and (hasattr(x, "__dlpack__") or hasattr(x, "__array__"))
 
 
 def as_tensor(name: str, x: Any) -> Any:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard import Causal, Rope
+from regard import Causal, ProblemError, Rope
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, SinksAndRecent, SnapKV
 from regard.cache.evict import Eviction
+from regard.cache.page_memory import PlainPageMemory
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.stored import dense
@@ -131,3 +132,23 @@ def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(nam
             text.observe(next_count)
         text.append(3)
         assert same(text.stored(), later), at
+
+
+def test_pages_that_ctrl_c_left_half_written_are_freed_and_not_read(monkeypatch: pytest.MonkeyPatch):
+    cache, (k, v) = KVCache(Paged(16), None, Knorm(40)), torch.randn(2, 1, HEADS, 60, DIM)
+    cache.append(k, v)
+    write = PlainPageMemory.write
+
+    def interrupted(self: PlainPageMemory, *given: Any) -> None:
+        write(self, *given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainPageMemory, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.forget()
+    with pytest.raises(ProblemError, match="the tokens are lost"):
+        cache.append(k, v)
+    cache.reset()
+    found, _ = cache.append(k, v)
+    assert torch.equal(dense(found), k)

@@ -178,7 +178,7 @@ def test_every_architecture_that_generates_or_fills_masks_is_counted_or_refused_
 
 LIKE_LLAMA = {
     "chameleon", "cosmos3_edge_text", "deepseek_ocr2_text", "glm4v_text", "glm_image_text", "glm_ocr_text",
-    "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "imagegpt", "mistral4", "molmo2_text",
+    "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "mistral4", "molmo2_text",
     "muse_glimmer_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text",
     "qwen3_vl_moe_text", "qwen3_vl_text",
 }  # fmt: skip

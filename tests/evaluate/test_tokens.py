@@ -194,7 +194,16 @@ def test_an_answer_may_be_as_the_tokenizer_spells_it():
         ((_, answer),) = answers(as_model(Saying([0, *said]), tokenizer), [question])
         assert answer["score"] == score
     assert Tokenizer.of(tokenizer).spelled("Jean-Luc") == "Jean - Luc"
-    assert Tokenizer.of(tokenizer).spelled("Jean Picard") == "Jean Picard"  # its tokens do not say it
+    for unknown in ("Jean Picard", "Picard", "[UNK]s"):  # whose tokens decode to another text
+        assert Tokenizer.of(tokenizer).spelled(unknown) == unknown
+
+
+def test_unknown_tokens_are_not_spelled_as_an_answer():
+    made = FastTokenizer(models.WordLevel({"[UNK]": 0, "Who?": 1}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    question = Question("one", {}, (1,), (1,), (), ("Picard",), new_tokens=1)
+    ((_, answer),) = answers(as_model(Saying([0, 0]), made), [question])
+    assert (answer["text"], answer["score"]) == ("[UNK]", 0)
 
 
 def test_bytes_have_no_end_tokens():

@@ -228,6 +228,19 @@ def test_hidden_products_that_are_inf_less_inf_do_not_matter_under_a_softcap():
     assert all(map(torch.equal, expected, found()))
 
 
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_nan_that_far_rows_see_reaches_their_gradients(which: str):
+    q, k, v, bias = tensors()
+    bias = torch.full_like(bias, -1e9)
+    (k if which == "key" else v)[0, 0, 3] = torch.nan
+
+    def found(backend: str) -> list[Tensor]:
+        call = gradients(lambda q, k, v, b: (attend(q, k, v, bias=TensorBias(b), backend=backend),), q, k, v, bias)
+        return [grad.isnan() for grad in call]
+
+    assert all(map(torch.equal, found("native"), found("reference")))
+
+
 def test_a_row_that_is_not_finite_and_a_second_derivative_are_as_for_other_rows():
     q, k, v, bias = tensors()
     k[0, 0, 3] = torch.nan

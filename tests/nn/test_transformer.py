@@ -396,6 +396,16 @@ def test_layers_that_were_given_the_tensors_of_a_state_have_one_table(learned: b
     assert first.requires_grad == learned
 
 
+@pytest.mark.parametrize("layer", range(3))
+def test_layers_share_the_table_that_a_part_of_a_state_has(layer: int):
+    model = Encoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(torch.zeros(32, HEADS)))
+    part = {f"blocks.{layer}.attention.bias.table": torch.ones(32, HEADS)}
+    model.load_state_dict(part, strict=False, assign=True)
+    first, *others = (cast(Any, block).attention.bias.table for block in model.blocks)
+    assert all(each is first for each in others)
+    assert torch.equal(first, torch.ones(32, HEADS))
+
+
 def test_a_layer_with_a_table_of_its_own_gets_that_of_a_state():
     model = Encoder(VOCABULARY, WIDTH, 2, HEADS, position=T5Bias(torch.zeros(32, HEADS)))
     cast(Any, model.blocks[1]).attention.bias = SpecModule(T5Bias(torch.ones(32, HEADS)))

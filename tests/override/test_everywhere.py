@@ -261,6 +261,12 @@ def test_calls_without_an_end_are_not_kept():
 def test_leaving_a_block_that_was_not_entered_is_an_error_and_changes_nothing():
     with pytest.raises(ProblemError, match="left and was not entered"):
         regard.everywhere().__exit__(None, None, None)
+    reporting = regard.everywhere(report=True)
+    with pytest.raises(ProblemError, match="left and was not entered"):
+        reporting.__exit__(None, None, None)
+    assert reporting in switch._process.printing
+    with reporting:
+        pass
     regard.everywhere(False)
     with regard.everywhere() as block:
         assert switch.is_on()

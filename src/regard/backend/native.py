@@ -206,7 +206,7 @@ class _Kernel:
         dlse: Tensor | None,
     ) -> Inputs:
         """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
-        far = None if is_part else far_rows(state.lse, dout, dlse)
+        far = None if is_part else far_rows(state, dout, dlse)
         if far is None:
             return self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
         keep = partial(tiles.keep, keys=inputs.k.shape[2], offset=offset)

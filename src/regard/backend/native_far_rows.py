@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard.backend.native_inputs import Inputs
 from regard.plan.problem import Problem
+from regard.state import State
 
 FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
 """From this distance on, rounding of a log-sum-exp changes weights by 0.2 % and more."""
@@ -24,12 +25,16 @@ SCORES = 1 << 22
 """Scores computed at once."""
 
 
-def far_rows(lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
-    """The far rows that have a gradient, bool [batch, heads, queries]; None if there are none."""
-    size = lse.abs()
-    far = (size > FAR[lse.dtype]) & (size < torch.inf)
+def far_rows(state: State, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
+    """The far rows that have a gradient, bool [batch, heads, queries]; None if there are none.
+
+    Without rows whose output is not finite: the kernel gives what they see gradients that are not finite either.
+    """
+    size = state.lse.abs()
+    far = (size > FAR[state.lse.dtype]) & (size < torch.inf)
     if not far.any():
         return None
+    far &= torch.isfinite(state.out).all(-1)
     moves = (dout != 0).any(-1)
     far &= moves if dlse is None else moves | (dlse != 0)
     return far if far.any() else None
@@ -53,7 +58,7 @@ class Rows(NamedTuple):
         """
         dtype = torch.promote_types(self.inputs.q.dtype, torch.float32)
         parts = [None if t is None else t.detach().to(dtype) for t in self.inputs[:6]]
-        parts[1:3] = [t.nan_to_num(0.0, 0.0, 0.0) for t in parts[1:3] if t is not None]
+        parts[1:3] = [None if t is None else t.nan_to_num(0.0, 0.0, 0.0) for t in parts[1:3]]
         leaves = [t.requires_grad_() for t in parts if t is not None]
         sums = [torch.zeros_like(t) for t in leaves]
         batch, heads, keys = far.shape[0], far.shape[1], self.inputs.k.shape[2]
@@ -74,7 +79,7 @@ class Rows(NamedTuple):
         return [None if t is None else next(each) for t in parts]
 
     def _attend(self, i: Inputs, rows: Tensor, far: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the far rows of these queries: the definition of attention; those of others are of no use.
+        """(out, lse) of the far rows of these queries, by the definition of attention; those of others are not used.
 
         Args:
             far: bool [batch, heads, rows].

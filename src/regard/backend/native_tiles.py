@@ -92,12 +92,14 @@ class Tiles(NamedTuple):
         ends = np.cumsum((starts, runs, runs, starts, (len(lists) - 2 * (starts + runs)) // 2))
         run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern = np.split(lists, ends)
         keep = np.zeros((batch * heads, len(rows), -(-keys // 64), 64), dtype=np.bool_)
-        for m, (i, row) in itertools.product(range(batch * heads), enumerate(rows.tolist())):
-            t, (byte, bit) = m * query_tiles + row // 64, divmod(row % 64, 8)
+        query_tile, lanes = np.divmod(rows.numpy(), 64)
+        for m, tile in itertools.product(range(batch * heads), np.unique(query_tile)):
+            t, here = m * query_tiles + tile, np.flatnonzero(query_tile == tile)
             for run in range(run_start[t], run_start[t + 1]):
-                keep[m, i, run_tile[run] : run_tile[run] + run_length[run]] = True
+                keep[m, here, run_tile[run] : run_tile[run] + run_length[run]] = True
             patches = slice(patch_start[t], patch_start[t + 1])
-            keep[m, i, patch_tile[patches]] = patterns[patch_pattern[patches], :, byte] >> bit & 1
+            bits = patterns[patch_pattern[patches]][:, :, lanes[here] // 8] >> lanes[here] % 8 & 1
+            keep[m, here[:, None], patch_tile[patches]] = bits.transpose(2, 0, 1)
         return torch.from_numpy(keep.reshape(batch, heads, len(rows), -1)[..., :keys])
 
 

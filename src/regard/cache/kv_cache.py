@@ -173,7 +173,7 @@ class KVCache:
         if self._policy_state is not None:
             try:
                 self._policy_state.append(k, v)
-            except BaseException:  # by a policy of a user's own, or Ctrl-C: nothing is appended
+            except BaseException:  # a user's policy failed, or Ctrl-C: remove the tokens again
                 self.crop(seen)
                 raise
         return cached

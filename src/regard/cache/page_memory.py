@@ -29,11 +29,11 @@ class TokenPlaces(NamedTuple):
     """Where tokens are in pages; the tensors broadcast to [rows, kv_heads, tokens].
 
     Attributes:
-        page: of a token.
-        head: of a token.
-        place: in its page.
-        tile: in its page.
-        in_tile: the place in its tile.
+        page: index of the page of a token.
+        head: index of the key head.
+        place: index of the token in its page.
+        tile: index of its tile in the page.
+        in_tile: index of the token in its tile.
     """
 
     page: Tensor

@@ -58,6 +58,8 @@ class PagedStore:
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         assert v is not None
+        if self.sequences[0].is_freed:
+            raise ProblemError("an eviction was interrupted while it wrote, and the tokens are lost: call reset().")
         stored, self.tokens_seen = self.pool.write(self.sequences, k, v), self.tokens_seen + k.shape[2]
         return stored
 
@@ -204,21 +206,26 @@ def keep_tokens(storage: PageStorage, sequences: list[Sequence], index: Tensor) 
     storage.reserve(storage.plain.used - freed[0] + wanted[0], storage.coded.used - freed[1] + wanted[1])
     places = [*range(front), *range(sinks * storage.page, sinks * storage.page + kept - tail_start)]
     at = storage.index_tensor(places).expand(*index.shape[:2], len(places))
-    for page in (page for s in sequences for page in reversed(s.pages_from(0))):
-        page.allocator.release(page)
+    for s in sequences:
+        s.release_pages(0)  # which it lists until all is written
     new_plain = [[storage.plain.allocate() for _ in range(sinks + tail)] for _ in sequences]
     new_coded = [[storage.coded.allocate() for _ in range(coded)] for _ in sequences]
+    is_writing = False
     try:
         slots = _slots(storage, _table(storage, new_plain), at)
         codes_at = None
         if coded and storage.coded_memory is not None:
             codes_at = storage.coded_memory.places(_table(storage, new_coded), tail_start - front)
-        storage.plain_memory.write(slots, elements)  # the last that can fail, before it writes
-    except BaseException:
-        storage.count_references()  # the sequences still have their former pages, to which nothing was written
+        is_writing = True
+        storage.plain_memory.write(slots, elements)  # the last that can lack memory, before it writes
+        if codes_at is not None and storage.coded_memory is not None:
+            storage.coded_memory.write_tokens(codes_at, encoded)
+    except BaseException as error:
+        storage.count_references()  # the sequences still have their former pages
+        if is_writing and not isinstance(error, Exception):  # Ctrl-C: some pages were written to
+            for s in sequences:
+                s.free()
         raise
-    if codes_at is not None and storage.coded_memory is not None:
-        storage.coded_memory.write_tokens(codes_at, encoded)
     for s, s.plain, s.coded in zip(sequences, new_plain, new_coded, strict=True):
         s.tokens, s.batch, s.indexed, s.node = kept, None, 0, storage.root
         s.segments = None if storage.codec is None else (front, tail_start - front)

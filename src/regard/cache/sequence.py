@@ -98,12 +98,16 @@ class Sequence(BlockTable):
         crop_sequences([self], tokens)
 
     def release_from(self, position: int) -> None:
-        """Release all pages from a position on, the last page first: a prompt is found again from its front."""
-        for page in reversed(self.pages_from(position)):
-            page.allocator.release(page)
+        """Release all pages from a position on."""
+        self.release_pages(position)
         plain = max(min(position, self.front_pages), position - len(self.coded))
         coded = max(position - self.front_pages, 0)
         del self.plain[plain:], self.coded[coded:]
+
+    def release_pages(self, position: int) -> None:
+        """The same, with the pages left in its lists. The last goes first: a prompt is found again from its front."""
+        for page in reversed(self.pages_from(position)):
+            page.allocator.release(page)
 
     def adopt_known_pages(self) -> None:
         """Start an empty sequence with the pages that are known for its ids; its last token is always left to compute.

@@ -41,7 +41,7 @@ def count(least: int, *, more: str = "") -> Callable[[str], int]:
 
 
 THREADS = 64
-"""Threads of a processor, at most: the system may refuse to start thousands, which ends the process."""
+"""The most threads per processor that `--threads` takes: a system may not start thousands, which ends the process."""
 
 
 def threads(text: str) -> int:

@@ -101,8 +101,8 @@ class Mask(Spec):
     def intervals(self, sizes: CallSizes) -> Union:
         """The kept keys of each query as a union of intervals, for a call of these sizes; None if unknown.
 
-        Optional: with it, short calls are scheduled faster, without splitting rectangles. An edge that decreases from a
-        query to the next (`Interval`), and more than 4 intervals, gain nothing: rectangles are split then.
+        Optional: with it, short calls are scheduled faster, without splitting rectangles. Rectangles are split
+        all the same if an edge decreases from one query to the next (`Interval`), or if there are more than 4.
         """
         return None
 

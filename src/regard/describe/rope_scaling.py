@@ -297,11 +297,12 @@ class LongRope(Scaling):
         _check_positive(self, "attention_factor", self.attention_factor, absent=True)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
-        short, long = (torch.tensor(n, dtype=plain.dtype, device=plain.device) for n in (self.short, self.long))
         if tokens is not None and is_traced():  # one graph for all lengths
+            short, long = (torch.tensor(n, dtype=plain.dtype, device=plain.device) for n in (self.short, self.long))
             is_long = torch.full((), tokens, device=plain.device) > self.original
             return plain / torch.where(is_long, long, short)
-        return plain / (long if self.regime(tokens) else short)
+        divisors = self.long if self.regime(tokens) else self.short
+        return plain / torch.tensor(divisors, dtype=plain.dtype, device=plain.device)
 
     def magnitude(self) -> float:
         if self.attention_factor is not None:

@@ -275,7 +275,7 @@ def _seed(seed: int, device: torch.device) -> None:
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    # below autograd, torch does not say that tensors have no tangents
+    # below autograd, torch cannot tell which tensors have a tangent
     autograd = recording_gradients() if in_forward_mode() else nullcontext()
     with torch.no_grad(), autograd:
         state = _run(_Arguments.of(arguments))

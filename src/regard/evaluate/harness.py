@@ -37,7 +37,7 @@ def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, An
         folder: where the examples are written, as lines of JSON.
 
     The score is the share of the answers in the generated text, as RULER scores: a text that the answer is in is right,
-    where `regard evaluate` wants the answer of a needle at once.
+    where `regard evaluate` wants the answer of a needle at once. An answer counts as it is, not as tokenizers spell it.
 
     Raises:
         ProblemError: the task measures losses, has answers that are no texts, or a setting that no text has.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.evaluate.tokens import Tokenizer
+from regard.integers import is_integer
 from regard.integrate.cache_argument import as_argument
 from regard.integrate.position_tables import context_of, has_position_table
 from regard.nn import Decoder
@@ -172,7 +173,7 @@ def as_model(
     >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
     'uniform'
     """
-    if positions is not None and not (isinstance(cast(Any, positions), int) and positions >= 1):
+    if positions is not None and not is_integer(positions, least=1):
         raise ProblemError(f"positions is {positions!r}: expected a whole number from 1 on, or None.")
     if isinstance(model, Model):
         given = {"tokenizer": tokenizer, "cache": cache, "positions": positions}

@@ -119,7 +119,7 @@ class _Ruler:
         return found
 
     def _does_not_fit(self, length: int) -> ProblemError:
-        """The error of a length that the shortest text exceeds."""
+        """The error for a length that is too short for a text."""
         return ProblemError(f"{self.name} does not fit in {length} tokens: give longer --lengths.")
 
     def _tokens(self, model: Model, text: Text) -> int:

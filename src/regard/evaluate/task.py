@@ -166,7 +166,7 @@ def _check_depths(depths: Any) -> None:
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def settings(task: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import itertools
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -51,16 +52,15 @@ class Tokenizer:
         return self.encode(text)
 
     def spelled(self, text: str) -> str:
-        """The decoded tokens of the text, if they have the same tokens again; else the text itself.
+        """The decoded tokens of the text, if they differ in spaces, case and accents alone; else the text itself.
 
         A WordPiece tokenizer decodes "a-b" as "a - b", so that no model can generate the text itself.
 
         >>> Tokenizer.of(None).spelled("a-b")
         'a-b'
         """
-        tokens = self.encode_after(f" {text}")
-        decoded = self.decode(tokens).strip()
-        return decoded if decoded and self.encode_after(f" {decoded}") == tokens else text
+        decoded = self.decode(self.encode_after(f" {text}")).strip()
+        return decoded if _signs(decoded) == _signs(text) else text
 
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
@@ -156,6 +156,12 @@ def _of_transformers(tokenizer: Any) -> Tokenizer:
         len(tokenizer),
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
     )
+
+
+def _signs(text: str) -> str:
+    """The letters, digits and other signs of a text, without case and accents."""
+    plain = unicodedata.normalize("NFKD", text.casefold())
+    return "".join(sign for sign in plain if not sign.isspace() and not unicodedata.combining(sign))
 
 
 def _of_tokenizers(tokenizer: Any) -> Tokenizer:

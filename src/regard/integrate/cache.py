@@ -221,15 +221,13 @@ class RegardCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens in all layers; their count is a negative number.
 
-        After a call that failed, the layers that it did not reach lack its tokens already; from the others they are
-        removed.
+        Layers that a failed call did not reach have none of its tokens; only the other layers are cropped.
 
         Raises:
             ProblemError: a layer no longer keeps the tokens that the next one would look back on, or its state, as of
                 linear attention, does not go back; no layer is changed.
         """
-        attending = self._attending()
-        lengths = {i: int(layer.get_seq_length()) for i, layer in attending.items()}
+        attending, lengths = self._attending(), self._lengths()
         left = max(lengths.values(), default=0) + tokens_to_remove
         removed = {i: tokens_to_remove if tokens_to_remove > 0 else min(left - n, 0) for i, n in lengths.items()}
         for i, layer in attending.items():
@@ -272,22 +270,32 @@ class RegardCache(DynamicCache):
         """The layers of regard's that count their tokens."""
         return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, StoredLayer | FixedLayer)}
 
+    def _lengths(self) -> dict[int, int]:
+        """The tokens of each of these layers; the host waits for a GPU once, not for each layer."""
+        lengths = {i: layer.get_seq_length() for i, layer in self._attending().items()}
+        waiting = [i for i, n in lengths.items() if isinstance(n, Tensor)]
+        if waiting:
+            device = lengths[waiting[0]].device
+            read = torch.stack([lengths[i].to(device) for i in waiting]).flatten().tolist()
+            lengths |= dict(zip(waiting, read, strict=True))
+        return lengths
+
     def _check_lengths(self) -> None:
-        """Raise `ProblemError` if some layers have tokens of a call that others lack, as one that failed leaves them.
+        """Raise `ProblemError` if the first layers have tokens of a call that the last lack, as one that failed leaves.
 
         Lengths that are on a GPU are not read: the host would wait for them.
         """
-        layers = self._attending().items()
-        if any(isinstance(x, FixedLayer) and not x.cumulative_length.is_cpu for _, x in layers):
+        layers = [layer for layer in self.layers if isinstance(layer, StoredLayer | FixedLayer)]
+        ends = [layer.get_seq_length() for layer in (layers[0], layers[-1])] if layers else [0]
+        if any(isinstance(n, Tensor) and not n.is_cpu for n in ends) or int(ends[0]) == int(ends[-1]):
             return
-        lengths = {i: int(layer.get_seq_length()) for i, layer in layers}
-        most, least = max(lengths.values(), default=0), min(lengths.values(), default=0)
-        if most != least:
-            raise ProblemError(
-                f"layers {ranges([i for i, n in lengths.items() if n == most])} of {self!r} have {most} tokens and "
-                f"others {least}: a call of the model failed between them. Remove its tokens, crop({least - most}), or "
-                "call reset()."
-            )
+        lengths = self._lengths()
+        most, least = max(lengths.values()), min(lengths.values())
+        raise ProblemError(
+            f"layers {ranges([i for i, n in lengths.items() if n == most])} of {self!r} have {most} tokens and "
+            f"others {least}: a call of the model failed between them. Remove its tokens, crop({least - most}), or "
+            "call reset()."
+        )
 
     def _check_states(self, tokens_to_remove: int) -> None:
         """Raise `ProblemError` if transformers' own layers cannot go back, or do not record what they need for it."""

@@ -39,7 +39,8 @@ def _rows(model: Any) -> int | None:
 def _tables(model: Any) -> Iterator[int]:
     """The rows of each table of positions in a model: of embeddings, and of buffers such as GPT-J's.
 
-    Without those that become longer with the text, which are buffers with the name `weights`, as M2M100's.
+    Without those that become longer with the text, which are buffers with the name `weights`, as M2M100's. FSMT's is
+    found all the same, and I-BERT's, of a class of its own, is not.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and TABLE.search(path):

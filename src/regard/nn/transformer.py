@@ -158,7 +158,8 @@ class Encoder(nn.Module):
         made: Iterable[Any] = ((own(), cross() if context_dim else None) for _ in range(layers))
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
-        self._shared: list[tuple[nn.Module, nn.Module]] = []  # pairs of biases, during `load_state_dict`
+        # during `load_state_dict`: pairs of biases, and the tensors that they shared before
+        self._shared: list[tuple[nn.Module, nn.Module, dict[str, Tensor | None]]] = []
         self.register_load_state_dict_pre_hook(Encoder._before_load)
         self.register_load_state_dict_post_hook(Encoder._after_load)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
@@ -172,11 +173,15 @@ class Encoder(nn.Module):
 
     def _before_load(self, *_: object) -> None:
         """Note which layers share a table: loaded with `assign=True`, each would get one of its own."""
-        self._shared = self._biases_that_share()
+        self._shared = [(*pair, {**pair[0]._parameters, **pair[0]._buffers}) for pair in self._biases_that_share()]
 
     def _after_load(self, _: object) -> None:
-        """Share tables again, once the layers are loaded."""
-        self._share_again(self._shared)
+        """Share tables again, once the layers are loaded: that of a later layer where the state has it alone."""
+        for first, other, before in reversed(self._shared):
+            both: Any = (first._parameters, other._parameters), (first._buffers, other._buffers)
+            for own, theirs in both:
+                own.update({name: t for name, t in theirs.items() if own[name] is before[name]})
+        self._share_again((first, other) for first, other, _ in self._shared)
         self._shared = []
 
     def _share_again(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:

@@ -60,7 +60,7 @@ class _Process:
         """Change what is on, inside; after an error, such as Ctrl-C, all is on that was on before.
 
         Args:
-            otherwise: what is done after an error in place of the change.
+            otherwise: called after an error, once the former state is back.
         """
         with _lock:
             before = self.for_good, self.requests, self.blocks, self.printing
@@ -86,9 +86,10 @@ class _Process:
 
     def leave(self, block: "Everywhere") -> None:
         """End one block of this object, if it has one."""
-        if block in self.blocks:
-            at = self.blocks.index(block)
-            self.blocks = (*self.blocks[:at], *self.blocks[at + 1 :])
+        if block not in self.blocks:
+            return
+        at = self.blocks.index(block)
+        self.blocks = (*self.blocks[:at], *self.blocks[at + 1 :])
         if block not in self.blocks:
             self.printing -= {block}
 

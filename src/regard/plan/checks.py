@@ -29,6 +29,9 @@ from regard.torch_internals import (
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+SYMBOLS = (torch.SymInt, torch.SymFloat)
+"""Numbers that are computed from dynamic lengths."""
+
 FARTHEST = 1 << 62
 """The largest position: from here, the distance between a query and a key still fits into 64 bits."""
 
@@ -169,7 +172,7 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
             )
             expected = "expected a number, as a Python int or float."
             raise ProblemError(f"{name} is a tensor: {expected}{hint if name == 'scale' else ''}")
-        if isinstance(given, torch.SymInt | torch.SymFloat):
+        if isinstance(given, SYMBOLS):
             remedy = "multiply q by it and pass scale=1" if name == "scale" else "pass a number"
             raise RefusalError(
                 f"{name} is computed from a dynamic length, and an exported graph has it as a constant: {remedy}."

@@ -41,6 +41,14 @@ class KeyRanges(NamedTuple):
     prefix: int
 
 
+OTHER_FORM = (
+    "a page computes weights from queries, keys, runs of visible keys and a bias by distance, and its mask or its bias "
+    "is another"
+)
+OTHER_WEIGHTS = "its weights are not finite, or its scores are too large for the page's float32 totals"
+"""Why a head has no close-up."""
+
+
 def close_up(
     weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None] | None = None
 ) -> CloseUp | None:
@@ -50,20 +58,23 @@ def close_up(
         weights: of one sequence over itself, [1, heads, tokens, tokens].
         known: the key ranges of masks read before: a mask whose bounds decide nothing takes O(n^2).
     """
-    close = _unchecked(weights, layer, head, {} if known is None else known)
-    return close if close is not None and _is_right(close, weights.heads(head)) else None
+    found = _close_up_or_reason(weights, layer, head, {} if known is None else known)
+    return found if isinstance(found, CloseUp) else None
 
 
-def _unchecked(weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None]) -> CloseUp | None:
-    """The close-up of one head before its weights are compared; None if its form has no such mask or bias."""
+def _close_up_or_reason(
+    weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None]
+) -> CloseUp | str:
+    """The close-up of one head, or why it has none."""
     group = weights.shape[1] // weights.k.shape[1]
     bias = _distance_bias(weights, head)
     runs = _known_runs(weights, head, known)
     if runs is None or (bias is None) != (weights.bias is None):
-        return None
+        return OTHER_FORM
     q, k = (each.float().cpu().numpy() for each in (weights.q[0, head], weights.k[0, head // group]))
     total = weights.total.expand(weights.shape[:3])[0, head].float().cpu().numpy()
-    return CloseUp(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
+    close = CloseUp(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
+    return close if _is_right(close, weights.heads(head)) else OTHER_WEIGHTS
 
 
 def close_up_rows(close: CloseUp, start: int, stop: int) -> NDArray[np.float32]:
@@ -210,13 +221,6 @@ def _distance_bias(weights: Weights, head: int) -> NDArray[np.float32] | None:
 BUDGET = 4 * 2**20
 """Bytes for close-ups of heads that were not selected: 15 heads of 1,024 tokens; at least one for longer texts."""
 
-OTHER_FORM = (
-    "a page computes weights from queries, keys, runs of visible keys and a bias by distance, and its mask or its bias "
-    "is another"
-)
-OTHER_WEIGHTS = "its weights are not finite, or its scores are too large for the page's float32 totals"
-"""Why a head has no close-up."""
-
 Place = tuple[int, int]
 
 
@@ -275,11 +279,11 @@ class CloseUpCollector:
     def _keep(self, weights: Weights, head: Head) -> None:
         """Store the close-up of a selected head, or why it has none."""
         place = head.layer, head.head
-        close = _unchecked(weights, *place, self._masks)
-        if close is not None and _is_right(close, weights.heads(head.head)):
-            self._kept[place] = close
+        found = _close_up_or_reason(weights, *place, self._masks)
+        if isinstance(found, CloseUp):
+            self._kept[place] = found
         else:
-            self._missing[place] = OTHER_FORM if close is None else OTHER_WEIGHTS
+            self._missing[place] = found
 
     def _consider(self, weights: Weights, head: Head) -> None:
         """Store the head's close-up if it is among the strongest of its kind."""
