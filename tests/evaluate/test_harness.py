@@ -147,8 +147,8 @@ def test_the_words_of_the_prompts_are_those_of_the_harness(niah, monkeypatch, tm
     (tmp_path / "book.txt").write_text(" ".join("".join(random.choices("abcde", k=6)) for _ in range(500)))
     from lm_eval.tasks.ruler import cwe_utils, fwe_utils
 
-    for task, theirs in ((CommonWords, cwe_utils), (FrequentWords, fwe_utils)):
-        text = task(haystack=str(tmp_path / "book.txt")).make(100, random.Random(0), 2048)
+    for task, theirs in ((CommonWords(haystack=str(tmp_path / "book.txt")), cwe_utils), (FrequentWords(), fwe_utils)):
+        text = task.make(100, random.Random(0), 2048)
         ours = text.prompt.before + text.context + text.prompt.question + " " + text.prompt.begun
         assert ours.endswith(theirs.TEMPLATE.format(context=text.context, query=""))
         assert task.new_tokens == theirs.CONFIG["tokens_to_generate"]
