@@ -411,7 +411,7 @@ def test_memory_that_grew_in_a_call_that_was_interrupted_is_used(monkeypatch: py
 
 
 def test_a_small_tensor_that_lacks_memory_leaves_the_step_to_be_made_again(monkeypatch: pytest.MonkeyPatch):
-    """Each call of `torch.arange` fails once, also those that compute slots in memory that has just grown."""
+    """Each call of `torch.arange` in an append fails once, including calls after the memory was enlarged."""
     call = 0
     for call in itertools.count():
         pool = PagePool(page=16)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as FastTokenizer
@@ -270,6 +271,14 @@ def test_a_model_that_learns_no_positions_reads_on_beyond_those_of_its_config(bo
     )  # fmt: skip
     config.bos_token_id = config.eos_token_id = None
     assert evaluate(Stream((80,), samples=1, haystack=book), NemotronHForCausalLM(config).eval()).loss.value < 7
+
+
+def test_positions_may_be_an_integer_of_numpy_and_no_bool(book, tmp_path):
+    model = as_model(uniform, positions=np.int64(64))
+    found = evaluate(Stream((50,), samples=1, haystack=book), model, file=tmp_path / "results.jsonl")
+    assert found.settings["positions"] == 64
+    with pytest.raises(ProblemError, match="positions is True: expected a whole number"):
+        as_model(uniform, positions=True)
 
 
 @pytest.mark.parametrize(

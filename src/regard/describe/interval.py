@@ -124,7 +124,7 @@ def complement(a: Union) -> Union:
 
 
 def limited(intervals: list[Interval]) -> Union:
-    """The union of these intervals, without those that are empty; None where there are more than `MOST`."""
+    """The intervals that are not empty; None if these are more than `MOST`."""
     found = [x for x in intervals if not _is_empty(x)]
     return found if len(found) <= MOST else None
 

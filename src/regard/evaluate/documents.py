@@ -117,8 +117,8 @@ def _asked(line: str, where: str) -> Asked:
     try:
         found: Any = json.loads(line)
         documents = [Document(_text(each["title"]), _text(each["text"])) for each in found["ctxs"]]
-        is_gold = (i for key in ("isgold", "hasanswer") for i, each in enumerate(found["ctxs"]) if each.get(key))
-        gold = next(is_gold)
+        marked = (i for key in ("isgold", "hasanswer") for i, each in enumerate(found["ctxs"]) if each.get(key))
+        gold = next(marked)
         others = documents[:gold] + documents[gold + 1 :]
         return Asked(_text(found["question"]), _answers(found["answers"]), documents[gold], others)
     except (ValueError, KeyError, TypeError, StopIteration) as error:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.evaluate.tokens import Tokenizer
-from regard.integers import is_integer
+from regard.integers import as_integer, is_integer
 from regard.integrate.cache_argument import as_argument
 from regard.integrate.position_tables import context_of, has_position_table
 from regard.nn import Decoder
@@ -173,8 +173,10 @@ def as_model(
     >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
     'uniform'
     """
-    if positions is not None and not is_integer(positions, least=1):
-        raise ProblemError(f"positions is {positions!r}: expected a whole number from 1 on, or None.")
+    if positions is not None:
+        if not is_integer(positions, least=1):
+            raise ProblemError(f"positions is {positions!r}: expected a whole number from 1 on, or None.")
+        positions = as_integer(positions)  # an int of NumPy is not written as JSON
     if isinstance(model, Model):
         given = {"tokenizer": tokenizer, "cache": cache, "positions": positions}
         if names := [f"{name}=" for name, value in given.items() if value is not None]:

@@ -37,10 +37,11 @@ def _rows(model: Any) -> int | None:
 
 
 def _tables(model: Any) -> Iterator[int]:
-    """The rows of each table of positions in a model: of embeddings, and of buffers such as GPT-J's.
+    """The number of rows of each table of positions: an `nn.Embedding`, or a buffer, as in GPT-J.
 
-    Without those that become longer with the text, which are buffers with the name `weights`, as M2M100's. FSMT's is
-    found all the same, and I-BERT's, of a class of its own, is not.
+    M2M100 enlarges its table when a text is longer. That table is a buffer named `weights`, which the pattern does not
+    match. Two models are exceptions: FSMT enlarges an `nn.Embedding`, which counts; I-BERT's table has a class of its
+    own, and does not count.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and TABLE.search(path):
