@@ -222,6 +222,8 @@ def pretended_gpu(kind: str = "cuda") -> Generator[PretendedGpu]:
     )
     with (
         patch("torch.cuda.device", lambda device: np.errstate(all="ignore")),
+        patch("torch.cuda.is_current_stream_capturing", lambda: False),
+        patch("torch.cuda.current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)),
         patch("torch.cuda.get_device_properties", lambda device: properties),
         patch("torch.accelerator.synchronize", lambda device: None),
         PretendedGpu(torch.device(kind, 0)) as gpu,

@@ -16,6 +16,7 @@ from regard import (
     KeyLengths,
     Mask,
     Prefix,
+    ProblemError,
     Rope,
     T5Bias,
     TensorBias,
@@ -126,6 +127,24 @@ def test_a_backward_pass_on_a_gpu_reads_nothing_and_copies_nothing(name: str, gp
         gpu.backward(attend(q, k, v, **arguments).sum())
     assert events(gpu) == []
     assert gpu.is_on_gpu(q.grad)
+
+
+@pytest.mark.parametrize("queries", [40, 1], ids=["a prompt", "a step"])
+def test_the_interpreter_computes_in_bfloat16_on_a_gpu_what_it_does_on_a_cpu(queries: int, gpu: PretendedGpu):
+    """It has neither products of bfloat16 nor a rounding to it, wherever the tensors are."""
+    tensors = [torch.randn(1, heads, tokens, 16).bfloat16() for heads, tokens in ((4, queries), (2, 40), (2, 40))]
+    words: dict[str, Any] = {"mask": Causal(), "softcap": 3.0, "backend": "triton"}
+    out = attend(*(gpu.put(t.clone()) for t in tensors), **words)
+    assert torch.allclose(out.cpu().float(), attend(*tensors, **words).float(), atol=2**-7)
+
+
+def test_the_interpreter_differentiates_in_bfloat16_on_a_gpu_as_on_a_cpu(gpu: PretendedGpu):
+    tensors = [torch.randn(1, heads, 40, 16).bfloat16() for heads in (4, 2, 2)]
+    on_gpu, host = ([place(t.clone()).requires_grad_() for t in tensors] for place in (gpu.put, Tensor.cpu))
+    gpu.backward(attend(*on_gpu, mask=Causal(), backend="triton").sum())
+    attend(*host, mask=Causal(), backend="triton").sum().backward()
+    for ours, exact in zip(on_gpu, host, strict=True):
+        assert torch.allclose(ours.grad.cpu().float(), exact.grad.float(), atol=2**-6)
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
@@ -239,6 +258,18 @@ def test_other_calls_read_a_position_on_the_gpu_once(more: dict[str, Any], gpu: 
     assert torch.allclose(out.cpu(), attend(q.cpu(), k.cpu(), k.cpu(), **more, offset=17), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "offset", [torch.tensor([1.5]), torch.tensor([True]), torch.tensor([1, 2, 3]), torch.tensor([[1], [2]])], ids=str
+)
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+def test_a_position_on_the_gpu_that_is_none_is_an_error_beside_a_mask_tensor(
+    mask: Mask | None, offset: Tensor, gpu: PretendedGpu
+):
+    q, k, shown = made(gpu, 2, 4, 1, 16), made(gpu, 2, 2, 40, 16), TensorMask(gpu.put(torch.rand(2, 1, 1, 40) > 0.4))
+    with pytest.raises(ProblemError, match="expected an int, an integer tensor of one element or one for each batch"):
+        attend(q, k, k, mask=shown if mask is None else mask & shown, offset=gpu.put(offset.clone()))
+
+
 @torch.no_grad()
 def test_a_module_reads_nothing_and_copies_the_frequencies_of_rope_once(gpu: PretendedGpu):
     module = gpu.put_module(MultiHeadAttention(64, 4, kv_heads=2, position=Rope(16), mask=Causal()))
@@ -279,8 +310,9 @@ def on_gpu(gpu: PretendedGpu, model: Any) -> Any:
     return gpu.put_module(model)
 
 
-def test_a_sweep_over_all_weights_of_a_call_reads_nothing(gpu: PretendedGpu):
-    q, k = made(gpu, 2, 4, 40, 16), made(gpu, 2, 2, 40, 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sweep_over_all_weights_of_a_call_reads_nothing(dtype: torch.dtype, gpu: PretendedGpu):
+    q, k = made(gpu, 2, 4, 40, 16).to(dtype), made(gpu, 2, 2, 40, 16).to(dtype)
     mask = Causal() & Window(9)
     lse = attend_state(q, k, k, mask=mask, scale=1.0).lse
     events(gpu)

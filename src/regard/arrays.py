@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.fx import Proxy
 
 from regard.errors import ProblemError
 
@@ -30,7 +29,9 @@ A = TypeVar("A", bound=Array)
 
 def is_array(x: object) -> bool:
     """Whether it is an array of another library, and no tensor."""
-    return not isinstance(x, (Tensor, Proxy)) and (hasattr(x, "__dlpack__") or hasattr(x, "__array__"))
+    if isinstance(x, Tensor) or hasattr(x, "__torch_function__"):  # also a handle of a cache, or a Proxy of torch.fx
+        return False
+    return hasattr(x, "__dlpack__") or hasattr(x, "__array__")
 
 
 def as_tensor(name: str, x: Any) -> Any:

@@ -3,6 +3,7 @@
 Memory is refused at each allocation of a call in turn, wherever torch makes one.
 """
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -147,8 +148,14 @@ def test_pages_that_ctrl_c_left_half_written_are_freed_and_not_read(monkeypatch:
         patch.setattr(PlainPageMemory, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.forget()
-    with pytest.raises(ProblemError, match="the tokens are lost"):
-        cache.append(k, v)
+    uses: list[Callable[[], object]] = [
+        lambda: cache.append(k, v), lambda: cache.observe(k), cache.forget, lambda: cache.crop(60),
+        lambda: cache.crop(59), lambda: cache.select(torch.tensor([0])), lambda: cache.steps(64),
+        lambda: copy.deepcopy(cache),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(ProblemError, match="the tokens are lost"):
+            use()
     cache.reset()
     found, _ = cache.append(k, v)
     assert torch.equal(dense(found), k)

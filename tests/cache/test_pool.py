@@ -506,6 +506,13 @@ def test_codes_take_the_bytes_that_they_should():
         (lambda pool, row: pool.append([row], *tokens_of(2), tokens=torch.tensor([[1]])), r"\[1, 2\]"),
         (lambda pool, row: pool.sequence(torch.ones(3)), "the ids of one sequence"),
         (lambda pool, row: pool.sequence("abc"), "whole numbers"),
+        (lambda pool, row: pool.sequence(b"abc"), "tokens are b'abc': .* whole numbers"),
+        (lambda pool, row: pool.sequence({1: 2}), "tokens are {1: 2}: .* whole numbers"),
+        (lambda pool, row: pool.sequence(torch.arange(3, device="meta")), r"sequence\(tokens\) reads elements"),
+        (
+            lambda pool, row: pool.append([row], *tokens_of(1), tokens=torch.zeros(1, 1, device="meta").long()),
+            r"append\(tokens=\.\.\.\) reads elements",
+        ),
         (lambda pool, row: row.crop(6), "expected 0 to 5, the tokens that are stored"),
         (lambda pool, row: (row.free(), row.fork()), "was freed"),
         (lambda pool, row: (row.free(), row.crop(0)), "sequence was freed"),

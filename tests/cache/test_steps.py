@@ -213,7 +213,14 @@ def test_steps_made_in_inference_mode_go_on_outside_of_it(name: str):
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda steps: pickle.loads(pickle.dumps(steps))])
-@pytest.mark.parametrize("options", [(), (Rolling(16, 2),), (Paged(16),), (None, Int8(16, 16))], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (), (Rolling(16, 2),), (Rolling(16, 2, Rope(16)),), (Rolling(40, 2, Rope(16)), Int8(16, 16)), (Paged(16),),
+        (None, Int8(16, 16)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_steps_copied_in_inference_mode_go_on_outside_of_it(way: Callable[[Any], Any], options: tuple[Any, ...]):
     cache, new = KVCache(*options), torch.randn(2, 2, 1, 16)
     cache.append(*torch.randn(2, 2, 2, 40, 16))

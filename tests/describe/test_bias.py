@@ -232,3 +232,27 @@ def test_the_value_of_a_bias_is_a_tensor_of_the_shape_of_its_positions(value: An
     for one, backend in product((bias, bias + Alibi(2)), (None, "reference")):
         with pytest.raises(ProblemError, match=rf"^Own\(\): value\(b, h, q, k\) {says}"):
             attend(x, x, x, bias=one, backend=backend)
+
+
+@spec
+class NoValue(Bias):
+    slope: float
+
+
+@spec
+class OfTwo(Bias):
+    def value(self, q: Any, k: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (q - k).float()
+
+
+@pytest.mark.parametrize(
+    ("bias", "says"),
+    [
+        (NoValue(0.5), r"NoValue is a bias without value: define value\(self, b, h, q, k\)"),
+        (OfTwo(), r"OfTwo\.value takes \(q, k\): expected value\(self, b, h, q, k\)"),
+    ],
+)
+def test_a_bias_of_a_user_that_is_no_bias_says_what_it_lacks(bias: Bias, says: str):
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ProblemError, match=says):
+        attend(q, q, q, bias=bias)

@@ -150,6 +150,9 @@ class PerHead(Diagonal):
     def bounds(self, r: Rectangles) -> Any:
         return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
 
+    def broadcast_shape(self) -> tuple[int, int]:
+        return 1, 1
+
 
 @spec
 class TooManyHeads(Diagonal):

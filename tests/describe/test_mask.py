@@ -440,3 +440,63 @@ def test_the_bounds_of_a_mask_are_two_arrays_with_an_element_for_each_rectangle(
     says = r"^Own\(\): bounds returned .*; expected a tuple \(some, all\) of two bool arrays of shape \[1\]"
     with pytest.raises(ProblemError, match=says):
         attend(x, x, x, mask=mask)
+
+
+@spec
+class PerHead(Mask):
+    """A window per head, one wider in each further batch row; without `broadcast_shape`."""
+
+    widths: torch.Tensor
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return q - k < self.widths[h] + b
+
+
+@spec
+class Scaled(Mask):
+    """It takes methods of tensors as given, also where all positions are the same."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return (q - k).float() < (b + h).float() + 1
+
+
+@spec
+class NoKeep(Mask):
+    size: int
+
+
+@spec
+class OfTwo(Mask):
+    def keep(self, q: Any, k: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return q >= k
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_mask_of_a_user_may_differ_between_heads_and_rows_without_saying_so(backend: str | None):
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    own = PerHead(torch.tensor([1, 2, 3, 4]))
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    same = TensorMask(own.keep(b, h, i, j))
+    for mask, expected in ((own, same), (~own & Causal(), ~same & Causal()), (own | Prefix(2), same | Prefix(2))):
+        out = attend(q, k, v, mask=mask, backend=backend)
+        torch.testing.assert_close(out, attend(q, k, v, mask=expected, backend=backend))
+    assert draw(own, 3, 3, batch=1, head=1) == draw(TensorMask(same.mask[1, 1, :3, :3]), 3, 3)
+    assert "mask PerHead(widths=int64[4])," in str(explain(q, k, v, mask=own))
+
+
+def test_a_picture_gives_tensors_to_a_mask_of_a_user():
+    assert draw(Scaled(), 2, 2, head=1) == "█ █\n█ █"
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (NoKeep(3), r"NoKeep is a mask without keep: define keep\(self, b, h, q, k\)"),
+        (OfTwo() & Causal(), r"OfTwo\.keep takes \(q, k\): expected keep\(self, b, h, q, k\)"),
+    ],
+)
+def test_a_mask_of_a_user_that_is_no_mask_says_what_it_lacks(mask: Mask, says: str):
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ProblemError, match=says):
+        attend(q, q, q, mask=mask)

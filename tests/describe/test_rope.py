@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -415,3 +416,8 @@ def test_positions_of_narrow_types_and_bad_ones():
         assert torch.equal(rope.rotate(x, positions), rope.rotate(x, positions.long()))
     with pytest.raises(ProblemError, match="the greatest of the positions is nan"):
         rope.rotate(x, torch.tensor([1.0, torch.nan, 3.0]))
+
+
+def test_an_array_is_refused_without_its_elements():
+    with pytest.raises(ProblemError, match=r"^x is an array float64 \[1, 2, 5, 8\]: expected a tensor \[batch, heads,"):
+        Rope(8).rotate(np.zeros((1, 2, 5, 8)))  # pyright: ignore[reportArgumentType]

@@ -3,14 +3,16 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from regard.describe.position import Rope
+from regard.describe.position import Rope, Sinusoidal
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
+from regard.errors import ProblemError
 
 # ---- worked by hand -------------------------------------------------------------------------------------------------
 
@@ -84,6 +86,43 @@ def test_proportional_leaves_slow_pairs_unturned():
     assert rope.frequencies().tolist() == [0.5, 0.25, 0.0, 0.0]
     x = torch.randn(1, 1, 3, 8)
     assert torch.equal(rope.rotate(x, 5)[..., [2, 3, 6, 7]], x[..., [2, 3, 6, 7]])
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_numbers(kind: Any):
+    """They become numbers of Python."""
+    words = [
+        (lambda n: Rope(8, n(500), fraction=n(1)), ("base", "fraction")),
+        (lambda n: Sinusoidal(8, n(500)), ("base",)),
+        (lambda n: Linear(n(4)), ("factor",)),
+        (lambda n: NTK(n(4)), ("factor",)),
+        (lambda n: DynamicNTK(n(4), 32), ("factor",)),
+        (lambda n: Yarn(n(4), 32, n(16), n(2), n(3)), ("factor", "beta_fast", "beta_slow", "attention_factor")),
+        (lambda n: Yarn(n(4), 32, mscale=n(2), mscale_all_dim=n(3)), ("mscale", "mscale_all_dim")),
+        (lambda n: Llama3(n(4), n(2), n(3)), ("factor", "low", "high")),
+        (lambda n: LongRope((n(1), n(2)), (n(2), n(3)), 32, n(2), n(3)), ("factor", "attention_factor")),
+        (lambda n: Proportional(n(1), n(2)), ("share", "factor")),
+    ]  # fmt: skip
+    for word, fields in words:
+        made, expected = word(kind), word(float)
+        assert made == expected
+        assert hash(made) == hash(expected)
+        assert {type(getattr(made, name)) for name in fields} == {float}
+    assert {type(n) for n in LongRope((kind(1),), (kind(2),), 32).short} == {float}
+
+
+def test_other_values_of_numpy_are_refused():
+    for word in (
+        lambda: Rope(8, np.True_),
+        lambda: Rope(8, np.float32(1)),
+        lambda: Rope(8, np.float32("nan")),
+        lambda: Rope(8, np.complex64(500)),
+        lambda: Rope(8, fraction=np.True_),
+        lambda: Linear(np.float32(0.5)),
+        lambda: LongRope((np.float32(0),), (1.0,), 32),
+    ):
+        with pytest.raises(ProblemError, match="expected"):
+            word()
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------

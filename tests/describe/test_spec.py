@@ -302,3 +302,19 @@ def test_combined_masks_can_be_traced_after_they_were_made():
     compiled: Any = torch.compile(run, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), run(x))
+
+
+def test_a_field_with_a_default_is_inherited():
+    @spec
+    class Narrowed(Window):
+        by: int = 2
+
+    assert Narrowed(8) == Narrowed(left=8, right=Window(8).right, by=2)
+
+
+@pytest.mark.parametrize("base", [Mask, Bias])
+@pytest.mark.parametrize("name", ["parts", "tensors", "form", "constant", "bind", "fingerprint", "_fingerprint"])
+def test_a_field_that_would_hide_a_method_is_refused(base: type[Spec], name: str):
+    kind = type("Own", (base,), {"__annotations__": {name: int}, "__module__": __name__})
+    with pytest.raises(ProblemError, match=rf"the field '{name}' of Own would hide \w+\.{name}, which regard uses"):
+        spec(kind)

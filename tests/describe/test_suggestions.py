@@ -2,11 +2,13 @@
 
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import regard
 from regard import (
@@ -315,6 +317,9 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "a switch": ({"mask": True}, r"mask is True: .*; say mask=Causal\(\), or None"),
     "a bool tensor as a bias": ({"bias": BOOL}, r"mask=TensorMask\(t\)"),
     "a function as a bias": ({"bias": lambda b, h, q, k: q - k}, "subclass regard.extend.Bias"),
+    "a class that is no mask": ({"mask": SimpleNamespace(keep=len)}, "subclass regard.extend.Mask, with @spec"),
+    "a class that is no bias": ({"bias": SimpleNamespace(value=len)}, "subclass regard.extend.Bias, with @spec"),
+    "a module": ({"mask": nn.Linear(2, 2)}, "mask is a Linear: "),
     "a position as a bias": ({"bias": Rope(8)}, r"MultiHeadAttention\(position=\)"),
 }
 

@@ -28,6 +28,7 @@ from regard import (
 from regard.cache import Contiguous, Int8, Latent, Paged
 from regard.dispatch import choose
 from regard.dispatch.choose import ASIDE, BACKENDS, ORDER
+from regard.plan.problem import Operands
 from regard.scores import Additive, Bilinear, Cosine
 from regard.storage.stored import Part, StoredTensor
 from tests.test_native import needs_library
@@ -285,6 +286,16 @@ def test_a_plan_is_its_own_copy_and_is_not_pickled():
     assert torch.equal(copy.deepcopy(calls[0]).out, calls[0].out)
     with pytest.raises(RefusalError, match=r"a Plan with a mask, .* is not pickled"):
         pickle.dumps(calls[0])
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa", "reference64"])
+def test_a_plan_is_pickled_after_its_call_ran_too(backend: str | None):
+    q = torch.randn(1, 2, 5, 8)
+    expected = attend(q, q, q, backend=backend)
+    plan = explain(q, q, q, backend=backend)
+    again = pickle.loads(pickle.dumps(plan))
+    assert str(again) == str(plan)
+    assert torch.equal(again.run(Operands(q, q, q, None, None, None)).out, expected)
 
 
 @pytest.mark.parametrize("words", [{"score": Cosine()}, {"mask": Causal()}, {"mask": Window(100)}, {"bias": Alibi(2)}])

@@ -1,6 +1,7 @@
 """What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from regard import (
     Alibi,
     Causal,
     Documents,
+    Global,
     KeyLengths,
     Mask,
     MaskFunction,
@@ -38,8 +40,9 @@ from regard import (
     observe_calls,
     scaled_dot_product_attention,
 )
+from regard.cache import KVCache, Paged
 from regard.linear import linear_attend
-from regard.scores import Bilinear
+from regard.scores import Bilinear, Gaussian
 from tests.test_native import needs_library
 
 Q, K, V = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
@@ -287,6 +290,38 @@ def test_transforms_choose_an_engine_that_knows_them():
     assert bool(torch.isfinite(hessian).all())
 
 
+BIASES = {
+    "none": lambda: None,
+    "slopes": lambda: Alibi(2),
+    "a table": lambda: T5Bias(torch.linspace(-1, 1, 64).view(32, 2)),
+    "a tensor": lambda: TensorBias(torch.linspace(-1, 1, 9).view(3, 3)),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize(
+    "mask", [Causal(), Window(2), TensorMask(torch.eye(3) > 0), MaskFunction(lambda b, h, q, k: k != q)]
+)
+def test_nested_transforms_leave_nothing_of_theirs_to_later_calls(mask: Mask, bias: str):
+    q, k = torch.randn(1, 2, 3, 2), torch.randn(1, 2, 3, 2)
+
+    def loss(q: Tensor) -> Tensor:
+        return attend(q, k, k, mask=mask, bias=BIASES[bias]()).square().sum()
+
+    first, again = torch.func.hessian(loss)(q), torch.func.hessian(loss)(q)
+    assert torch.equal(first, again)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.allclose(torch.func.grad(loss)(q), expected, atol=1e-6)
+
+
+def test_nested_transforms_over_stored_keys_leave_them_to_later_calls():
+    q, stored = Q[:, :, :3], KVCache(Paged(16)).append(K, V)
+    expected = attend(q, K, V, mask=Causal())
+    torch.func.hessian(lambda q: attend(q, *stored, mask=Causal()).square().sum())(q)
+    assert torch.allclose(attend(q, *stored, mask=Causal()), expected, atol=1e-6)
+
+
 @pytest.mark.exhaustive
 def test_words_with_lengths_in_them_compile_once_for_all_lengths():
     function = torch.compile(
@@ -323,9 +358,34 @@ def test_a_named_engine_is_differentiated_inside_a_graph():
     assert torch.allclose(ours, eager, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", ["counted", "compiled"])
+def test_a_bias_may_be_all_that_vmap_maps_over_where_torch_sees_the_operator(how: str):
+    biases = torch.randn(3, 11, 23)
+
+    def mapped(biases: Tensor) -> Tensor:
+        return torch.vmap(lambda bias: attend(Q, K, V, bias=TensorBias(bias)))(biases)
+
+    with FlopCounterMode(display=False) if how == "counted" else nullcontext():
+        found = mapped(biases) if how == "counted" else compiled(mapped)(biases)
+        twice = torch.vmap(mapped)(biases[None])[0]
+    expected = torch.stack([attend(Q, K, V, bias=TensorBias(bias)) for bias in biases])
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(twice, expected, atol=1e-6)
+
+
+def test_an_offset_cannot_be_mapped_over():
+    for offsets in (torch.tensor([3, 5]), torch.tensor([[3, 5], [7, 9]])):
+        with pytest.raises(ProblemError, match="offset is mapped over by vmap"):
+            torch.vmap(lambda offset: attend(Q, K, V, mask=Causal(), offset=offset))(offsets)
+
+
 def test_a_mask_cannot_be_mapped_over():
     with pytest.raises(ProblemError, match="mapped over by vmap"):
         torch.vmap(lambda lengths: attend(Q, K, V, mask=KeyLengths(lengths)))(torch.tensor([[3, 5], [7, 9]]))
+    with pytest.raises(ProblemError, match="mapped over by vmap"):
+        torch.vmap(lambda size: attend(Q, K, V, mask=MaskFunction(lambda b, h, q, k: q - k < size)))(torch.arange(1, 3))
+    with pytest.raises(ProblemError, match=r"Global\(positions\) is mapped over by vmap"):
+        torch.vmap(lambda positions: attend(Q, K, V, mask=Global(positions)))(torch.tensor([[0], [1]]))
 
 
 def test_a_traced_forward_derivative_is_refused_and_not_zero():
@@ -622,6 +682,23 @@ def test_a_number_of_a_dynamic_length_is_refused_in_an_export(name: str, remedy:
 
 
 @pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda q: linear_attend(q, q, q, scale=1.0 / q.shape[2]).out, "scale is .* multiply q and k by its square"),
+        (lambda q: attend(q, q, q, score=Gaussian(q.shape[2])), r"Gaussian\(bandwidth\) is .* divide q and k by it"),
+    ],
+    ids=["linear", "bandwidth"],
+)
+def test_a_factor_of_a_dynamic_length_is_refused_in_an_export(call: Any, reason: str):
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return call(q)
+
+    with pytest.raises(RefusalError, match=reason):
+        torch.export.export(Layer(), (Q,), dynamic_shapes=({2: torch.export.Dim.DYNAMIC},))
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda q: attend(q, q, q),
@@ -630,8 +707,19 @@ def test_a_number_of_a_dynamic_length_is_refused_in_an_export(name: str, remedy:
         lambda q: scaled_dot_product_attention(q, q, q),
         lambda q: linear_attend(q, q, q).out,
         MultiHeadAttention(8, heads=2),
+        lambda k: KVCache().append(k, k)[0],
+        lambda x: attend(Q, K, V, mask=x),
+        lambda x: attend(Q, K, V, mask=TensorMask(x)),
+        lambda x: attend(Q, K, V, mask=KeyLengths(x)),
+        lambda x: attend(Q, K, V, bias=TensorBias(x)),
+        lambda x: attend(Q, K, V, sink=x),
+        lambda x: attend(Q, K, V, scale=x),
+        lambda x: attend(Q, K, V, offset=x),
     ],
-    ids=["attend", "keys", "state", "sdpa", "linear", "module"],
+    ids=[
+        *("attend", "keys", "state", "sdpa", "linear", "module", "cache"),
+        *("mask", "tensor mask", "lengths", "bias", "sink", "scale", "offset"),
+    ],
 )
 def test_symbolic_traces_of_torch_fx_are_refused(call: Any):
     class Model(torch.nn.Module):

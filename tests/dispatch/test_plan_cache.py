@@ -232,6 +232,13 @@ def test_an_offset_of_numpy_is_the_same_as_an_int():
     assert torch.allclose(attend(q, k, k, mask=mask, offset=offset), expected, atol=1e-5)
 
 
+def test_a_softcap_as_an_int_has_the_plan_of_the_equal_float():
+    known.forget()
+    of_int, of_float = (explain(Q, K, V, softcap=softcap) for softcap in (10**20, 1e20))
+    assert of_int is of_float
+    assert type(of_int.problem.softcap) is float
+
+
 FULL = Request(
     torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), Window(3), Alibi(2), Cosine(), 0.5, 2.0,
     torch.zeros(2), 0.1, 1, "reference", True,

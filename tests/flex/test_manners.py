@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import observe_calls
+from regard import KVCache, ProblemError, observe_calls
+from regard.cache import Paged
 from regard.flex import AuxRequest, call, create_block_mask, flex_attention
 from tests.flex.definition import attended
 
@@ -256,3 +257,10 @@ def test_a_default_device_changes_nothing(name: str):
     expected = call()
     with torch.device("meta"):
         assert torch.equal(call(), expected)
+
+
+def test_handles_of_a_cache_are_answered_with_dense():
+    q = torch.randn(1, 2, 5, 8)
+    k, v = KVCache(Paged(4)).append(q, q)
+    with pytest.raises(ProblemError, match=r"key is StoredTensor: expected a tensor .*; key\.dense\(\) is one"):
+        flex_attention(q, k, v)

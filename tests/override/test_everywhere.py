@@ -610,3 +610,8 @@ def test_several_gradients_at_once_are_refused_with_the_way_to_have_them(monkeyp
             batched()
         with sdpa_kernel(SDPBackend.MATH):
             torch.testing.assert_close(batched(), theirs)
+
+
+def test_a_model_in_the_place_of_a_switch_is_named_by_its_class():
+    with pytest.raises(ProblemError, match=r"^on is a Linear: expected True or False\.$"):
+        regard.everywhere(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]

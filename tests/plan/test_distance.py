@@ -1,11 +1,16 @@
 """Biases as vectors over the distance: kept for calls to come, and never those of a tensor that has changed."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from regard import Alibi, Bias, Causal, T5Bias, attend
+from regard.extend import spec
 from regard.plan import distance
 from regard.plan.distance import by_distance, kept_by_distance
+from tests.pretended_gpu import CUDA, pretended_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +41,24 @@ def test_ever_longer_calls_make_few_vectors(monkeypatch: pytest.MonkeyPatch):
 def test_far_from_the_diagonal_only_what_is_asked_for_is_made():
     assert kept_by_distance(Alibi(1), 1, torch.float32, 1 << 40, 5).shape == (1, 5)
     assert distance._vectors.nbytes == 5 * 4
+
+
+def test_a_vector_on_a_gpu_is_there_for_every_stream_once_it_is_kept(monkeypatch: pytest.MonkeyPatch):
+    kept_before = list[int]()
+    with pretended_gpu() as gpu:
+        waits = SimpleNamespace(synchronize=lambda: kept_before.append(len(distance._vectors)))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waits)
+        for _ in range(3):
+            assert gpu.is_on_gpu(kept_by_distance(Alibi(2), 2, torch.float32, 0, 9, CUDA))
+        kept_by_distance(Alibi(2), 2, torch.float32, 0, 9)
+    assert kept_before == [0]
+
+
+def test_a_vector_that_is_made_while_a_graph_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    with pretended_gpu():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        kept_by_distance(Alibi(2), 2, torch.float32, 0, 9, CUDA)
+    assert len(distance._vectors) == 0
 
 
 def test_a_table_that_changed_has_a_new_vector():
@@ -76,3 +99,21 @@ def test_a_bias_of_inference_serves_training_after_it():
     out = attend(leaf, q, q, mask=Causal(), bias=Alibi(2))
     out.sum().backward()
     torch.testing.assert_close(out, expected)
+
+
+@spec
+class Nearest(Bias):
+    """`-rate[h] * |q - k|` by functions that take tensors alone."""
+
+    rate: torch.Tensor
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return self.rate[h] * (torch.minimum(q, k) - torch.maximum(q, k)).to(self.rate.dtype) + 0 * b.float()
+
+    def per_distance(self) -> bool:
+        return True
+
+
+def test_a_bias_of_a_user_gets_tensors():
+    q, rate = torch.randn(2, 3, 7, 8), torch.rand(3)
+    torch.testing.assert_close(attend(q, q, q, bias=Nearest(rate)), attend(q, q, q, bias=Alibi(slopes=rate)))

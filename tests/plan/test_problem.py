@@ -265,6 +265,13 @@ def test_defaults_are_resolved():
     assert not problem.grad
 
 
+@pytest.mark.parametrize("softcap", [2, 10**20])
+def test_a_softcap_is_a_float_whatever_number_it_is_given_as(softcap: int):
+    of_int, of_float = (pose(Request(Q, K, V, softcap=number))[0] for number in (softcap, float(softcap)))
+    assert of_int == of_float
+    assert type(of_int.softcap) is float
+
+
 def test_a_problem_is_printed_in_a_line():
     problem = pose(Request(Q, K, V, bias=Alibi(32), softcap=5.0, offset=0))[0]
     assert str(problem) == (

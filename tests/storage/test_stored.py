@@ -3,13 +3,14 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import ProblemError
+from regard import ProblemError, attend
 from regard.cache import Contiguous, Int4, Int8, Latent, Paged, Rolling, StoredTensor
 from regard.storage.codec import Codec, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
@@ -165,3 +166,11 @@ def test_a_handle_is_true_and_can_be_copied() -> None:
 def plain_handle() -> StoredTensor:
     t = normal(1, 2, 4, 5)
     return StoredTensor((plain(t),), (1, 2, 4, 5), torch.float32)
+
+
+def test_numpy_is_refused_and_makes_no_array_of_one_object():
+    handle = StoredTensor((plain(torch.zeros(1, 2, 5, 4)),), (1, 2, 5, 4), torch.float32)
+    with pytest.raises(ProblemError, match=r"^NumPy got a StoredTensor: .*dense\(\) is a plain tensor"):
+        np.asarray(handle)
+    q = torch.randn(1, 2, 3, 4)
+    assert np.array_equal(attend(q.numpy(), handle, handle), attend(q, handle, handle))

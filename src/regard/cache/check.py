@@ -8,7 +8,9 @@ from torch import Tensor
 from regard.cache.evict import check_recent
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Form, Policy, Store, describe_tensor
+from regard.describe.traced import refuse_proxy
 from regard.errors import ProblemError
+from regard.plan.checks import DTYPES
 from regard.storage.codec import TILE, Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
@@ -21,6 +23,8 @@ def form_of(k: object, v: object, layout: Layout | None = None) -> Form:
     """
     latent = isinstance(layout, Latent)
     if not isinstance(k, Tensor) or not isinstance(v, Tensor if not latent else type(None)):
+        for name, given in (("k", k), ("v", v)):
+            refuse_proxy(name, given)
         expected = "entries and no values, append(entries)" if latent else "append(k, v)"
         raise ProblemError(f"k is {name_of(k)} and v {name_of(v)}: expected {expected}, tensors.")
     w = k if v is None else v
@@ -125,9 +129,14 @@ def _check_policy(evict: object) -> None:
 
 def check_codec(codec: object, name: str) -> None:
     """Raise `ProblemError` unless it is one of the codecs, a float dtype or None."""
-    is_codec = isinstance(codec, Int8 | Int4 | Fp8)
-    if codec is None or is_codec or (isinstance(codec, torch.dtype) and codec.is_floating_point):
+    is_float = isinstance(codec, torch.dtype) and codec.is_floating_point
+    if codec is None or isinstance(codec, Int8 | Int4 | Fp8) or (is_float and codec in DTYPES):
         return
+    if is_float:
+        raise ProblemError(
+            f"{name} is {codec}, without scales: expected a float type of 16 bits or more. Take codec=Fp8() or Int4(), "
+            "which have scales as well."
+        )
     raise ProblemError(
         f"{name} is {codec!r}: expected Int8(), Int4(), Fp8(), a float type such as torch.bfloat16, or None."
     )
@@ -139,10 +148,6 @@ def check_page(page: int, codec: object) -> None:
         raise ProblemError(
             f"pages of {page} tokens with {codec!r}: the codes of {TILE} tokens are interleaved, so a page must be "
             f"a multiple of {TILE} tokens: {page + -page % TILE} would do."
-        )
-    if isinstance(codec, torch.dtype) and codec.itemsize < 2:
-        raise ProblemError(
-            f"pages of {codec}: expected a float type of 16 bits or more. Take codec=Fp8(), which has scales as well."
         )
 
 

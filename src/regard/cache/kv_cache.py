@@ -189,7 +189,7 @@ class KVCache:
         Raises:
             ProblemError: queries that do not fit what is stored.
         """
-        store = self._store
+        store = self._usable_store()
         if self._policy_state is None or store is None:
             return
         form = store.form
@@ -221,8 +221,9 @@ class KVCache:
         KVCache(SinksAndRecent(budget=8, sinks=4, every=1), 8 tokens of 50, k [1, 2, 8, 8], v [1, 2, 8, 8], float32:
                 1,024 bytes, 8,192 allocated)
         """
-        if self._policy_state is not None and self._store is not None:
-            self._evict(self._store, 1)
+        store = self._usable_store()
+        if self._policy_state is not None and store is not None:
+            self._evict(store, 1)
 
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` of all tokens that were seen, for example drafts that were not accepted.
@@ -253,6 +254,8 @@ class KVCache:
         tokens = whole(tokens, "the argument of crop")
         if not 0 <= tokens <= seen:
             raise ProblemError(f"crop({tokens!r}): expected 0 to {seen}, the tokens seen so far.")
+        if tokens:
+            self._usable_store()
         if 0 < tokens < min_crop:
             owner = "the policy" if self.evict is not None else repr(self.layout)
             raise ProblemError(
@@ -275,7 +278,7 @@ class KVCache:
         Raises:
             ProblemError: rows that do not exist.
         """
-        store = self._store
+        store = self._usable_store()
         batch = None if store is None else store.form.batch
         if not isinstance(cast(object, rows), Tensor) or rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
             what = describe_tensor(rows) if isinstance(cast(object, rows), Tensor) else repr(rows)
@@ -307,7 +310,7 @@ class KVCache:
             ProblemError: nothing is stored; a capacity that does not fit; a policy; tokens that were cropped or
                 evicted before; codes and values without channels.
         """
-        store, layout = self._store, self.layout
+        store, layout = self._usable_store(), self.layout
         if store is None or not store.tokens:
             raise ProblemError("steps() of an empty cache: append the prompt first.")
         if self.evict is not None:
@@ -351,7 +354,7 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""
         other = KVCache(self.layout, self.codec, self.evict)
-        other._store, other._policy_state = copy.deepcopy((self._store, self._policy_state), memo)
+        other._store, other._policy_state = copy.deepcopy((self._usable_store(), self._policy_state), memo)
         other._min_crop = self._min_crop
         return other
 
@@ -372,6 +375,16 @@ class KVCache:
         texts += [f"{name} {[form.batch, form.kv_heads, self.tokens, dim]}" for name, dim in sides if dim]
         texts.append(str(form.dtype).removeprefix("torch."))
         return f"KVCache({', '.join(texts)}: {self.bytes:,} bytes, {self.allocated_bytes:,} allocated)"
+
+    def _usable_store(self) -> Store | None:
+        """The store, None before the first token.
+
+        Raises:
+            ProblemError: its tokens were lost when an eviction was interrupted.
+        """
+        if isinstance(self._store, PagedStore):
+            self._store.check_usable()
+        return self._store
 
     def _evict(self, store: Store, coming: int) -> None:
         assert self.evict is not None

@@ -56,10 +56,14 @@ class PagedStore:
         coded = {page for s in self.sequences for page in s.coded}
         return self.pool.storage.page_bytes(len(plain), len(coded)) if plain or coded else 0
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
-        assert v is not None
+    def check_usable(self) -> None:
+        """Raise `ProblemError` if the pages were freed, as `keep_tokens` does where Ctrl-C interrupts its writing."""
         if self.sequences[0].is_freed:
             raise ProblemError("an eviction was interrupted while it wrote, and the tokens are lost: call reset().")
+
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
+        assert v is not None
+        self.check_usable()
         stored, self.tokens_seen = self.pool.write(self.sequences, k, v), self.tokens_seen + k.shape[2]
         return stored
 

@@ -6,7 +6,7 @@ Kwon et al. 2023, PagedAttention, arXiv:2309.06180, §4.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -18,7 +18,7 @@ from regard.cache.batch_table import BatchTable, batch_table
 from regard.cache.check import check_codec, check_inference, check_page, form_of, name_of
 from regard.cache.page_storage import PageStorage
 from regard.cache.sequence import Sequence
-from regard.cache.store import describe_tensor
+from regard.cache.store import check_has_data, describe_tensor
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.integers import as_integer
@@ -236,8 +236,10 @@ def _prompt_ids(tokens: object) -> list[int]:
             raise ProblemError(
                 f"tokens are {describe_tensor(tokens)}: expected the ids of one sequence, int64 [tokens]."
             )
+        check_has_data(tokens, "sequence(tokens)")
         tokens = tokens.tolist()
-    given = cast("Iterable[object]", tokens) if isinstance(tokens, Iterable) else [None]
+    is_list = isinstance(tokens, Iterable) and not isinstance(tokens, bytes | bytearray | Mapping)
+    given = cast("Iterable[object]", tokens) if is_list else [None]
     ids = [token if type(token) is int else as_integer(token) for token in given]
     if None in ids:
         raise ProblemError(f"tokens are {tokens!r}: expected the ids of a prompt, whole numbers.")
@@ -250,6 +252,7 @@ def _new_ids(sequences: list[Sequence], tokens: object, new: int) -> list[list[i
         raise ProblemError(
             f"tokens are {name_of(tokens)}: expected the ids of what is appended, [{len(sequences)}, {new}]."
         )
+    check_has_data(tokens, "append(tokens=...)")
     ids = cast(list[list[int]], tokens.tolist())
     for row, (sequence, theirs) in enumerate(zip(sequences, ids, strict=True)):
         start = sequence.tokens

@@ -11,6 +11,9 @@ tile is summed over its rows and dropped. No n x n matrix is stored: memory is o
 
 Where earlier tokens were evicted, keys have indices in the cache and not positions: every stored key is visible to
 every new query, and among the new tokens the mask decides. This is a causal mask with the queries at the last keys.
+
+A softcap or a bias does not count, as in the papers. Modules of `regard.nn` that have one refuse these policies; in a
+model of transformers with a softcap, such as Gemma 2, the policy computes weights without it.
 """
 
 import copy

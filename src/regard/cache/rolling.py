@@ -28,7 +28,7 @@ keys: no error accumulates. The angle, evicted * frequency, is computed in float
 
 import copy
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,17 +106,8 @@ class Sinks:
             raise ProblemError(
                 f"{rope!r}: its angles depend on the length, which is on the device in steps. Take another."
             )
-        k, partners, is_rotated = self._k.clone(), _partners(self._k, rope), self.is_rotated
-        frequencies = _frequencies(rope, None).to(k.device)
-
-        def write(out: Tensor, evicted: Tensor) -> None:
-            moved = evicted[:, None, None, None]
-            angles = moved * frequencies
-            found = torch.addcmul(k * angles.cos().to(k.dtype), partners, angles.sin().to(k.dtype))
-            found = hadamard(found) if is_rotated else found
-            out.copy_(torch.where(moved > 0, found.to(out.dtype), out))  # until then they are as they came
-
-        return write
+        frequencies = _frequencies(rope, None).to(self._k.device)
+        return SinkRotation(self._k.clone(), _partners(self._k, rope), frequencies, self.is_rotated)
 
     def write_values(self, out: Tensor) -> None:
         """Write their values, [batch, kv_heads, count, v_dim]."""
@@ -127,6 +118,30 @@ class Sinks:
         selected = copy.copy(self)
         selected._k, selected._v, selected._partners = select_rows(self._k, rows), select_rows(self._v, rows), None
         return selected
+
+
+class SinkRotation(NamedTuple):
+    """The rotation of sinks by a number of positions that is on the device; a `RotateSinks`.
+
+    Attributes:
+        k: the original keys, [batch, kv_heads, count, qk_dim].
+        partners: see `_partners`.
+        frequencies: see `_frequencies`.
+        is_rotated: whether `hadamard` rotates the keys that are written.
+    """
+
+    k: Tensor
+    partners: Tensor
+    frequencies: Tensor
+    is_rotated: bool
+
+    def __call__(self, out: Tensor, evicted: Tensor) -> None:
+        """Write the keys, rotated further by `evicted` positions."""
+        moved = evicted[:, None, None, None]
+        angles = moved * self.frequencies
+        found = torch.addcmul(self.k * angles.cos().to(self.k.dtype), self.partners, angles.sin().to(self.k.dtype))
+        found = hadamard(found) if self.is_rotated else found
+        out.copy_(torch.where(moved > 0, found.to(out.dtype), out))  # until then they are as they came
 
 
 def check_rope(rope: Any, form: Form) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from regard.describe.mask import CallSizes, Positions, as_tensors, wrong_shape
+from regard.describe.mask import CallSizes, Positions, as_tensors, check_takes_positions, wrong_shape
 from regard.describe.not_a_spec import instead, received
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Spec, map_tuple, spec
@@ -23,7 +23,7 @@ class Bias(Spec):
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         """The bias of query position q and key position k in head h of batch row b."""
-        raise NotImplementedError(f"{type(self).__name__}.value")
+        raise ProblemError(f"{type(self).__name__} is a bias without value: define value(self, b, h, q, k).")
 
     def bind(self, sizes: CallSizes) -> "Bias":
         """This bias in a call; the rows of `TensorBias` get positions. Raises `ProblemError` if it does not fit."""
@@ -71,9 +71,13 @@ def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions
     """`bias.value` of these positions.
 
     Raises:
-        ProblemError: `value` returns no tensor that broadcasts to the positions.
+        ProblemError: `value` takes other arguments, or returns no tensor that broadcasts to the positions.
     """
-    values = cast(object, bias.value(b, h, q, k))  # of a user's bias, anything
+    try:
+        values = cast(object, bias.value(b, h, q, k))  # of a user's bias, anything
+    except TypeError as error:
+        check_takes_positions(bias, "value", error)
+        raise
     if not isinstance(values, Tensor):
         raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {type(values).__name__}; expected a tensor.")
     if (wrong := wrong_shape(values, b, h, q, k)) is not None:

@@ -17,6 +17,7 @@ from regard.describe.interval import Edge, Union
 from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Positions, Rectangles
 from regard.describe.mask_by_rule import Causal, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import TensorMask, Tree
+from regard.describe.ragged import Ragged
 from regard.describe.spec import Spec, spec
 from regard.errors import ProblemError
 
@@ -109,6 +110,30 @@ def bias_by_row(bias: Bias | None, first: tuple[int, ...]) -> Bias | None:
     if isinstance(bias, Sum):
         return Sum(cast(Bias, bias_by_row(bias.a, first)), cast(Bias, bias_by_row(bias.b, first)))
     return BiasByRow(bias, first)
+
+
+def row_starts(mask: Mask | None, bias: Bias | None, queries: int) -> tuple[int, ...] | None:
+    """The position of the first query of each batch row, from the mask or the bias of a call of `queries` queries.
+
+    None where neither has positions by row: the call then starts at its offset.
+
+    >>> from regard import Causal, Prefix
+    >>> row_starts(Prefix(1) | MaskByRow(Causal(), (9, 4)), None, 3), row_starts(Causal(), None, 3)
+    ((9, 4), None)
+    >>> row_starts(Ragged(Causal(), (16, 11)), None, 3)
+    (13, 8)
+    """
+    found = (_starts(spec, queries) for spec in (mask, bias) if spec is not None)
+    return next((starts for starts in found if starts is not None), None)
+
+
+def _starts(spec: Spec, queries: int) -> tuple[int, ...] | None:
+    if isinstance(spec, MaskByRow | BiasByRow):
+        return tuple(spec.first)
+    if isinstance(spec, Ragged):
+        return tuple(length - queries for length in spec.lengths)
+    found = (_starts(part, queries) for part in spec.parts() if isinstance(part, Spec))
+    return next((starts for starts in found if starts is not None), None)
 
 
 def _is_laid_out_by_call(spec: Spec) -> bool:

@@ -10,6 +10,7 @@ A mask answers two questions about *positions* (query i of a call is at position
 `mask_by_rule.py` (arithmetic on positions), `mask_by_table.py` (tensors) and `mask_function.py` (a Python function).
 """
 
+import inspect
 import reprlib
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -22,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from regard.describe.interval import Union, as_int64, complement, fault_of, intersection, limited, union
 from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import INTERNED, Fingerprint, Spec, spec
+from regard.describe.uses import find_uses, method_may_use
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -80,7 +82,7 @@ class Mask(Spec):
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         """Whether head h of batch row b keeps the pair of query position q and key position k; a bool tensor."""
-        raise NotImplementedError(f"{type(self).__name__}.keep")
+        raise ProblemError(f"{type(self).__name__} is a mask without keep: define keep(self, b, h, q, k).")
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         """(some, all) per rectangle: whether some pair may be kept, and whether all pairs are surely kept.
@@ -107,16 +109,21 @@ class Mask(Spec):
         return None
 
     def broadcast_shape(self) -> tuple[int, int]:
-        """(batch, heads) of the mask: 1 where it is the same for all batch rows, or for all heads."""
+        """(batch, heads) of the mask: 1 where it is the same for all batch rows, or for all heads.
+
+        Optional: where it is not defined, `bind` finds by a call of `keep` whether `keep` uses b or h.
+        """
         return 1, 1
 
     def bind(self, sizes: CallSizes) -> "Mask":
         """This mask in a call: masks defined by rows of a call (`TensorMask`, `Tree`) get the positions of the rows.
 
+        A method of your own returns `super().bind(sizes)`, or defines `broadcast_shape`.
+
         Raises:
             ProblemError: the mask does not fit the call (its data has other sizes).
         """
-        return self
+        return self if self._kind.is_own else _of_used_axes(self, sizes)
 
     def __and__(self, other: "Mask") -> "Mask":
         return _combined(And, self, _mask(other, "&"))
@@ -268,6 +275,52 @@ class Not(Mask):
         return f"~{_inner(parts[0], Or, And)}"
 
 
+@spec
+class Varying(Mask):
+    """A mask of a user whose `keep` uses the batch row or the head, and that has no `broadcast_shape` of its own."""
+
+    inner: Mask
+    batch: int
+    heads: int
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return kept_pairs(self.inner, b, h, q, k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return bounds_of(self.inner, r)
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        return intervals_of(self.inner, sizes)
+
+    def signature(self, r: Rectangles) -> Ints:
+        return self.inner.signature(r)
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return self.batch, self.heads
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        return self.inner.bind(sizes)
+
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return str(parts[0])
+
+
+def _of_used_axes(mask: Mask, sizes: CallSizes) -> Mask:
+    """The mask with a pattern for each batch row or head that its `keep` uses, if it has no `broadcast_shape`."""
+    kind = type(mask)
+    if kind.broadcast_shape is not Mask.broadcast_shape or not method_may_use(kind.keep):
+        return mask
+    if torch.compiler.is_compiling() or not (sizes.batch and sizes.heads and sizes.queries and sizes.keys):
+        return mask  # torch cannot trace the call; only schedules need what it finds
+    try:
+        uses_batch, uses_heads = find_uses(mask.keep, sizes.offset)
+    except Exception:  # noqa: BLE001 - `keep` of tiles raises it again, unless it needs tensors of several axes
+        uses_batch = uses_heads = True
+    shape = sizes.batch if uses_batch else 1, sizes.heads if uses_heads else 1
+    return mask if shape == (1, 1) else Varying(mask, *shape)
+
+
 def marked(mask: Mask, r: Rectangles) -> Ints:
     """The mask's signature, replaced by ALL or NONE where its bounds decide."""
     (some, every), own = bounds_of(mask, r), mask.signature(r)
@@ -285,11 +338,14 @@ def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Position
     """`mask.keep` of these positions.
 
     Raises:
-        ProblemError: `keep` uses a tensor of many positions as a single condition, as a Python `if` does; or it
-            returns no bool tensor that broadcasts to the positions.
+        ProblemError: `keep` takes other arguments; it uses a tensor of many positions as a single condition, as a
+            Python `if` does; or it returns no bool tensor that broadcasts to the positions.
     """
     try:
         kept = mask.keep(b, h, q, k)
+    except TypeError as error:
+        check_takes_positions(mask, "keep", error)
+        raise
     except RuntimeError as error:
         if "Boolean value of Tensor" not in str(error):
             raise
@@ -302,6 +358,18 @@ def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Position
     if (wrong := wrong_kept(kept, b, h, q, k)) is not None:
         raise ProblemError(f"{mask!r}: keep returned {wrong}")
     return kept
+
+
+def check_takes_positions(spec: Spec, method: str, error: TypeError) -> None:
+    """Raise `ProblemError` if the error is that a method of the spec does not take b, h, q and k."""
+    signature = inspect.signature(getattr(spec, method))
+    try:
+        signature.bind(*"bhqk")
+    except TypeError:
+        raise ProblemError(
+            f"{type(spec).__name__}.{method} takes ({', '.join(signature.parameters)}): expected "
+            f"{method}(self, b, h, q, k), of batch row, head, and the positions of query and key."
+        ) from error
 
 
 def _for_tensors(kept: Any, *positions: Positions) -> Any:
@@ -407,7 +475,7 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     start = keys - queries if offset is None else whole(offset, "offset")
     mask = mask.bind(CallSizes(*mask.broadcast_shape(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
-    kept = kept_pairs(mask, batch, head, q, k).expand(queries, keys)
+    kept = kept_pairs(mask, *as_tensors(batch, head, q, k)).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
 
 

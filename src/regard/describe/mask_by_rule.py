@@ -16,6 +16,7 @@ from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectan
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Fingerprint, constants, spec
 from regard.describe.tensors import derived, elements
+from regard.describe.traced import refuse_proxy
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -177,6 +178,7 @@ class KeyLengths(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.lengths), Tensor):
+            refuse_proxy("KeyLengths(lengths)", self.lengths)
             value = reprlib.repr(self.lengths)
             hint = f"torch.tensor({value})" if isinstance(self.lengths, list | tuple) else "torch.tensor([3, 5])"
             raise ProblemError(

@@ -5,16 +5,16 @@ depends on is found by one call with tensors that record their use.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.describe.mask import CallSizes, Mask, Positions, as_tensors, wrong_kept
 from regard.describe.spec import spec
+from regard.describe.uses import find_uses
 from regard.errors import ProblemError
-from regard.torch_internals import ignore_torch_function
 
 
 @spec
@@ -63,7 +63,7 @@ class MaskFunction(Mask):
             return self
         if not (sizes.batch and sizes.heads and sizes.queries and sizes.keys):  # no pair to probe the function with
             return self
-        uses_batch, uses_heads = _find_uses(self.fn, sizes.offset)
+        uses_batch, uses_heads = find_uses(self.fn, sizes.offset)
         shape = sizes.batch if uses_batch else 1, sizes.heads if uses_heads else 1
         if shape == self.broadcast_shape():  # nearly always, and every call binds its mask
             return self
@@ -90,28 +90,3 @@ def _check_takes_four(fn: Callable[..., Any]) -> None:
             f"{error}. Expected fn(b, h, q, k) -> bool tensor, of batch row, head, and the positions of query and key, "
             "such as MaskFunction(lambda b, h, q, k: q - k < 4)."
         ) from None
-
-
-class _Probe(torch.Tensor):
-    """A tensor that records whether anything was computed from it."""
-
-    used = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(x: Any) -> Any:
-            if isinstance(x, _Probe):
-                x.used = True
-                return x.as_subclass(torch.Tensor)
-            return type(x)(plain(y) for y in cast("Sequence[Any]", x)) if isinstance(x, tuple | list) else x
-
-        with ignore_torch_function():
-            return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
-
-
-def _find_uses(fn: Callable[[Any, Any, Any, Any], Tensor], query: int) -> tuple[bool, bool]:
-    """Whether fn uses b, and whether it uses h: one call with tensors that record their use."""
-    b, h = (torch.zeros((), dtype=torch.int64, device="cpu").as_subclass(_Probe) for _ in range(2))
-    q, k = torch.tensor(query, device="cpu"), torch.tensor(0, device="cpu")
-    fn(b, h, q, k)
-    return b.used, h.used

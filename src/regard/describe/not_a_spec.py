@@ -29,7 +29,9 @@ def received(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, str):
         return f"the text {value!r}" if mask_for(value) else repr(value)
-    return f"the function {getattr(value, '__name__', value)}" if callable(value) else reprlib.repr(value)
+    if callable(value):  # the text of a module has all its layers
+        return f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"
+    return reprlib.repr(value)
 
 
 def instead(value: object, kind: str) -> str:
@@ -61,6 +63,8 @@ def _instead_of_mask(value: object) -> str:
         return "leave None out"
     if isinstance(value, bool):
         return "say Causal(), or None for no mask"
+    if hasattr(value, "keep"):
+        return "subclass regard.extend.Mask, with @spec (docs/extending.md)"
     if callable(value):
         return "wrap a function of b, h, q and k as MaskFunction(f)"
     tensor = "t" if isinstance(value, Tensor) else "torch.tensor(t)"
@@ -76,6 +80,8 @@ def _combined(value: "list[object] | tuple[object, ...]") -> str | None:
 
 
 def _instead_of_bias(value: object) -> str:
+    if callable(getattr(value, "value", None)):
+        return "subclass regard.extend.Bias, with @spec (docs/extending.md)"
     if callable(value):
         return "for a function of b, h, q and k, subclass regard.extend.Bias (docs/extending.md)"
     if isinstance(value, Tensor) and value.dtype == torch.bool:

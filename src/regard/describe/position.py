@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from regard.describe.not_a_spec import received
 from regard.describe.position_table import check_positions, check_type, end_of, is_traced, rows
-from regard.describe.rope_scaling import Scaling
+from regard.describe.rope_scaling import Scaling, number_field
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole, whole_field
@@ -82,7 +83,7 @@ class Sinusoidal(Absolute):
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        _check_base(self, self.base)
+        _check_base(self)
 
     def width(self) -> int:
         return self.dim
@@ -197,12 +198,12 @@ class Rope(Position):
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        _check_base(self, self.base)
-        fraction, interleaved = cast(object, self.fraction), cast(object, self.interleaved)
+        _check_base(self)
+        fraction, interleaved = number_field(self, "fraction"), cast(object, self.interleaved)
         if not isinstance(interleaved, bool):
             raise ProblemError(f"Rope(interleaved={interleaved!r}): expected True or False.")
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-            raise ProblemError(f"Rope(fraction={self.fraction!r}): expected a share of the dimensions, 0 < share <= 1.")
+            raise ProblemError(f"Rope(fraction={fraction!r}): expected a share of the dimensions, 0 < share <= 1.")
         if self.rotated < 2 or self.rotated % 2:
             raise ProblemError(
                 f"Rope(dim={self.dim}, fraction={self.fraction}) rotates int({self.dim} * {self.fraction}) = "
@@ -301,15 +302,16 @@ def _check_dim(position: "Sinusoidal | Rope") -> None:
         )
 
 
-def _check_base(position: Position, base: object) -> None:
+def _check_base(position: Position) -> None:
+    base = number_field(position, "base")
     if not isinstance(base, int | float) or isinstance(base, bool) or not 1 < base < math.inf:
         raise ProblemError(f"{type(position).__name__}(base={base!r}): expected a number above 1, such as 10000.0.")
 
 
 def _check_floats(x: Tensor, dim: int, layout: str, position: Position) -> None:
     if not isinstance(x, Tensor) or x.dtype not in _FLOATS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        what = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ProblemError(f"x is {what}: expected {layout} of float64, float32, bfloat16 or float16.")
+        what = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else received(x)  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"x is {what}: expected a tensor {layout} of float64, float32, bfloat16 or float16.")
     if x.ndim < 2 or x.shape[-1] != dim:
         raise ProblemError(f"x is {list(x.shape)} and {position!r} is for {layout} with dim {dim}.")
 

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from regard.describe.tensors import is_without_data
+from regard.describe.traced import refuse_proxy
 from regard.errors import ProblemError
+from regard.torch_internals import is_batched, without_gradient_wrappers
 
 
 def require_tensor(value: object, what: str, expected: str, *, read: bool = False) -> Tensor:
@@ -13,16 +15,19 @@ def require_tensor(value: object, what: str, expected: str, *, read: bool = Fals
     Args:
         what: its name in the message.
         expected: text of the expected types and sizes.
-        read: whether the caller reads elements, so a tensor without data, or that torch traces, is refused.
+        read: whether the caller reads elements, so a tensor without data, or that torch traces or maps over, is
+            refused.
 
     Raises:
         ProblemError: the argument is not such a tensor.
+        RefusalError: it is a Proxy of `torch.fx`.
 
     >>> require_tensor([1, 2], "KeyLengths(lengths)", "integers [batch]")
     Traceback (most recent call last):
     regard.errors.ProblemError: KeyLengths(lengths) is list: expected a tensor, integers [batch].
     """
     if not isinstance(value, Tensor):
+        refuse_proxy(what, value)
         raise ProblemError(f"{what} is {type(value).__name__}: expected a tensor, {expected}.")
     if value.is_nested:
         raise ProblemError(f"{what} is a nested tensor: expected {expected}; pad it (torch.nested.to_padded_tensor).")
@@ -37,4 +42,6 @@ def require_tensor(value: object, what: str, expected: str, *, read: bool = Fals
                 "give a list, or create the mask outside of the traced function."
             )
         raise ProblemError(f"{what} is on {value.device}, without data: expected {expected}, with elements to read.")
+    if read and is_batched(without_gradient_wrappers(value)):
+        raise ProblemError(f"{what} is mapped over by vmap: expected {expected}, the same for all.")
     return value

@@ -12,6 +12,7 @@ Formulas are from the papers; where published checkpoints differ, from the check
 import math
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class Linear(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
+        _check_factor(self)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         return plain / self.factor
@@ -77,7 +78,7 @@ class NTK(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
+        _check_factor(self)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         return _with_larger_base(plain, self.factor)
@@ -103,7 +104,7 @@ class DynamicNTK(Scaling):
     original: int
 
     def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
+        _check_factor(self)
         whole_field(self, "original", "tokens that the model was trained on", least=1)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
@@ -160,11 +161,11 @@ class Yarn(Scaling):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
+        _check_factor(self)
         whole_field(self, "original", "tokens that the model was trained on", least=1)
         for name in ("beta_fast", "beta_slow"):
-            _check_positive(self, name, getattr(self, name))
-        _check_positive(self, "attention_factor", self.attention_factor, absent=True)
+            _check_positive(self, name)
+        _check_positive(self, "attention_factor", absent=True)
         _check_flag(self, "truncate", self.truncate)
         if not self.beta_fast > self.beta_slow > 0:
             raise ProblemError(
@@ -176,8 +177,8 @@ class Yarn(Scaling):
                 f"Yarn(mscale={self.mscale}, mscale_all_dim={self.mscale_all_dim}): expected both or neither. "
                 "Implementations disagree on the meaning of one alone: give attention_factor instead."
             )
-        _check_positive(self, "mscale", self.mscale, absent=True)
-        _check_positive(self, "mscale_all_dim", self.mscale_all_dim, absent=True)
+        _check_positive(self, "mscale", absent=True)
+        _check_positive(self, "mscale_all_dim", absent=True)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         low, high = self.ramp(2 * len(plain), base)
@@ -241,10 +242,10 @@ class Llama3(Scaling):
     original: int = 8192
 
     def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
+        _check_factor(self)
         whole_field(self, "original", "tokens that the model was trained on", least=1)
         for name in ("low", "high"):
-            _check_positive(self, name, getattr(self, name))
+            _check_positive(self, name)
         if not 0 < self.low < self.high:
             raise ProblemError(f"Llama3(low={self.low}, high={self.high}): expected turns, 0 < low < high.")
 
@@ -283,8 +284,10 @@ class LongRope(Scaling):
     def __post_init__(self) -> None:
         for name in ("short", "long"):
             value = cast(object, getattr(self, name))
-            if not isinstance(value, tuple) or not all(_is_positive(n) for n in cast("tuple[object, ...]", value)):
+            numbers = tuple(map(without_numpy, cast("tuple[object, ...]", value))) if isinstance(value, tuple) else None
+            if numbers is None or not all(map(_is_positive, numbers)):
                 raise ProblemError(f"LongRope({name}={value!r}): expected a tuple of floats above 0, one per pair.")
+            object.__setattr__(self, name, numbers)
         if len(self.short) != len(self.long):
             raise ProblemError(
                 f"LongRope: short has {len(self.short)} divisors and long has {len(self.long)}: expected one per pair."
@@ -293,8 +296,8 @@ class LongRope(Scaling):
         if self.original == 1:
             raise ProblemError("LongRope(original=1): expected the tokens that the model was trained on, at least 2.")
         if self.factor is not None:
-            _check_factor(self, self.factor)
-        _check_positive(self, "attention_factor", self.attention_factor, absent=True)
+            _check_factor(self)
+        _check_positive(self, "attention_factor", absent=True)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         if tokens is not None and is_traced():  # one graph for all lengths
@@ -342,9 +345,10 @@ class Proportional(Scaling):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not _is_positive(self.share) or self.share > 1:
-            raise ProblemError(f"Proportional(share={self.share!r}): expected a share of the pairs, 0 < share <= 1.")
-        _check_factor(self, self.factor)
+        share = number_field(self, "share")
+        if not _is_positive(share) or cast(float, share) > 1:
+            raise ProblemError(f"Proportional(share={share!r}): expected a share of the pairs, 0 < share <= 1.")
+        _check_factor(self)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         rotated = int(self.share * (2 * len(plain)) // 2)
@@ -358,11 +362,29 @@ def _with_larger_base(plain: Tensor, factor: float) -> Tensor:
     return plain * factor ** (-pair / (len(plain) - 1))
 
 
+def without_numpy(value: object) -> object:
+    """A number of NumPy as a float; anything else unchanged.
+
+    >>> import numpy as np
+    >>> without_numpy(np.float32(0.5)), without_numpy(np.True_)
+    (0.5, np.True_)
+    """
+    return float(value) if isinstance(value, (np.floating, np.integer)) else value
+
+
+def number_field(owner: object, name: str) -> object:
+    """Replace the field of a frozen dataclass by `without_numpy` of it, and return that."""
+    value = without_numpy(getattr(owner, name))
+    object.__setattr__(owner, name, value)
+    return value
+
+
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_factor(scaling: Scaling, factor: object) -> None:
+def _check_factor(scaling: Scaling) -> None:
+    factor = number_field(scaling, "factor")
     if not _is_positive(factor) or cast(float, factor) < 1:
         raise ProblemError(
             f"{type(scaling).__name__}(factor={factor!r}): expected how many times longer sequences may be, at least 1."
@@ -374,7 +396,8 @@ def _check_flag(scaling: Scaling, name: str, value: object) -> None:
         raise ProblemError(f"{type(scaling).__name__}({name}={value!r}): expected True or False.")
 
 
-def _check_positive(scaling: Scaling, name: str, value: object, *, absent: bool = False) -> None:
+def _check_positive(scaling: Scaling, name: str, *, absent: bool = False) -> None:
+    value = number_field(scaling, name)
     if not _is_positive(value) and not (absent and value is None):
         or_none = ", or None" if absent else ""
         raise ProblemError(f"{type(scaling).__name__}({name}={value!r}): expected a number above 0{or_none}.")

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Fingerprint, Spec, spec
+from regard.describe.traced import refuse_symbol
 from regard.errors import ProblemError
 
 
@@ -268,6 +269,7 @@ class Distance(Score):
     def __post_init__(self) -> None:
         h = cast(object, self.bandwidth)
         if isinstance(h, bool) or not isinstance(h, int | float) or not 0 < h < math.inf:  # isfinite cannot be traced
+            refuse_symbol(f"{type(self).__name__}(bandwidth)", h, "divide q and k by it and pass 1.0")
             raise ProblemError(
                 f"{type(self).__name__}(bandwidth={h!r}): expected a finite number above 0, in the units of q and k."
             )

@@ -24,7 +24,7 @@ from torch import Tensor
 from regard.describe.content import Untraceable, content, values
 from regard.describe.suggestions import refuse_arguments, suggest_keywords
 from regard.describe.tensors import ContentKey, content_key, form
-from regard.errors import RefusalError
+from regard.errors import ProblemError, RefusalError
 from regard.torch_internals import DYNAMO_LISTS_ATTRIBUTES
 
 W = TypeVar("W", bound="type[Spec]")
@@ -305,8 +305,12 @@ def spec(cls: W) -> W:
     """Make a class a spec: a frozen dataclass, compared and printed by its fingerprint, deserialised by its name.
 
     Classes of the same name get different names in the serialised form: a notebook defines one whenever its cell runs.
+
+    Raises:
+        ProblemError: a field has the name of a method or attribute that every mask, bias or score has.
     """
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    _check_names(made)
     if not made.is_combined:
         is_empty = not dataclasses.fields(cast(Any, made)) and not hasattr(made, "__post_init__")
         made.__init__ = refuse_arguments(made.__init__) if is_empty else suggest_keywords(made.__init__)
@@ -318,6 +322,22 @@ def spec(cls: W) -> W:
     made._serial_name, made._kind, made._made = name, kind, made  # pyright: ignore[reportPrivateUsage]
     Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
+
+
+def _check_names(made: type[Spec]) -> None:
+    """Raise `ProblemError` if a field would hide a method or attribute that the class inherits from regard."""
+    inherited = [base for base in made.__mro__[1:] if base.__module__.startswith("regard.")]
+    for name in (f.name for f in dataclasses.fields(cast(Any, made))):
+        if owner := next((base for base in inherited if _is_used(base, name)), None):
+            raise ProblemError(
+                f"the field {name!r} of {made.__name__} would hide {owner.__name__}.{name}, which regard uses: name it "
+                "otherwise."
+            )
+
+
+def _is_used(base: type, name: str) -> bool:
+    """Whether regard uses an attribute of one of its classes, and it is no field, whose default may be inherited."""
+    return (name in vars(base) or name in _CACHED) and name not in getattr(base, "_fields", ())
 
 
 def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Spec:

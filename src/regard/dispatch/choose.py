@@ -5,7 +5,7 @@ of call has its own order (`cuda_order.toml`). A backend that the caller chose r
 other takes its place.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, SupportsIndex, cast
 
@@ -180,6 +180,10 @@ class Plan:
                 "str(plan) or the numbers that you need, or pickle the arguments and call regard.explain again."
             )
         return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made of the fields, such as the kernel, which has memory of this process."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:
         s, p = self.schedule, self.problem

@@ -258,7 +258,8 @@ def _by_primitives(call: _Call, score: Score | None, sink: Tensor | None) -> Sta
     q, k = call.q.to(wide).unflatten(1, (kv_heads, group)), call.k.to(wide)[:, :, None]
     s = (q @ k.mT if score is None else score.compare(q, k)).flatten(1, 2) * call.scale
     if call.softcap is not None:
-        s = call.softcap * torch.tanh(s / call.softcap)
+        cap = float(call.softcap)
+        s = cap * torch.tanh(s / cap)
     pairs = _attn_mask(replace(call, q=call.q.to(wide)))
     if pairs is not None:
         s = s.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else s + pairs

@@ -48,7 +48,14 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import dispatch_modes, in_forward_mode, in_func_grad, recording_gradients
+from regard.torch_internals import (
+    dispatch_modes,
+    in_forward_mode,
+    in_func_grad,
+    is_batched,
+    recording_gradients,
+    without_gradient_wrappers,
+)
 from regard.wide import wide_of
 
 
@@ -205,10 +212,18 @@ def attend_traced(request: Request) -> State:
     seed = torch.randint(1 << 62, (), device="cpu") if dropout else None
     return State(
         *torch.ops.regard.attend(
-            q, k, v, sink, carried, numbers, mask_text, bias_text, score_text, scale, softcap, dropout, seed, start,
-            backend, lse,
+            _mapped_like(q, carried), k, v, sink, carried, numbers, mask_text, bias_text, score_text, scale, softcap,
+            dropout, seed, start, backend, lse,
         )
     )  # fmt: skip
+
+
+def _mapped_like(q: Tensor, carried: Sequence[Tensor]) -> Tensor:
+    """q, mapped over by vmap where one of the tensors is: torch does not look into a list that is optional."""
+    for t in carried:
+        if is_batched(without_gradient_wrappers(t)):
+            q = q + t.new_zeros((), dtype=q.dtype, device=q.device)
+    return q
 
 
 def _name(backend: Any) -> str | None:

@@ -91,6 +91,7 @@ def _both(a: T | None, b: T | None) -> T | None:
 def _by_offset(request: Request, rest: Mask | None, shown: Tensor | None) -> State | None:
     """One query at the position `offset`, a tensor [1] or [batch], over keys in tensors."""
     q, offset = request.q, request.offset
+    check_offset_tensor(offset, q.shape[0])
     if not offset.numel():
         return None
     sizes = CallSizes(q.shape[0], q.shape[1], 1, request.k.shape[2], 0)
@@ -99,7 +100,6 @@ def _by_offset(request: Request, rest: Mask | None, shown: Tensor | None) -> Sta
     union = _intervals(rest, sizes)
     if union is None:
         return None
-    check_offset_tensor(offset, q.shape[0])
     first = offset.reshape(-1).to(torch.int64).expand(q.shape[0])
     return _run(*_posed(request), torch.stack([_seen(x, first, sizes.keys) for x in union]), shown)
 

@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
+from regard.plan.checks import not_a_tensor
 
 BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
@@ -23,6 +24,8 @@ def check_call(
 ) -> None:
     """Raise what torch raises for a call that makes no sense."""
     for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(cast(object, t), Tensor):
+            raise not_a_tensor(name, t, "a tensor [batch, heads, tokens, dim]")
         if t.is_nested:
             raise NotImplementedError(f"{name} is a nested tensor: convert it to a dense one, and give a block_mask.")
         if t.dim() != 4:

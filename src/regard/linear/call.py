@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard.calls import current_route
 from regard.describe.feature import Favor, Feature, NearSoftmax
+from regard.describe.traced import refuse_symbol
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.linear import delta, gated, sums
@@ -138,6 +139,7 @@ def _check_together(features: Feature | None, rule: Rule | None, scale: object, 
     if scale is not None and (
         isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf
     ):
+        refuse_symbol("scale", scale, "multiply q and k by its square root and pass scale=1")
         raise ProblemError(f"scale is {scale!r}: expected a finite number above 0, or None.")
     if normalise and isinstance(rule, Delta):
         raise ProblemError(

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 from regard.override import report
 from regard.override.attention import attention, attention_below_autograd
@@ -215,6 +216,6 @@ def everywhere(on: bool = True, *, report: bool = False) -> Everywhere:
     """
     for name, value in (("on", on), ("report", report)):
         if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"{name} is {value!r}: expected True or False.")
+            raise ProblemError(f"{name} is {received(value)}: expected True or False.")
     check_replaceable()
     return Everywhere(on, report)

@@ -9,7 +9,6 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -17,7 +16,8 @@ from regard.describe.not_a_spec import instead, received
 from regard.describe.score import Score
 from regard.describe.spec import Spec
 from regard.describe.tensors import is_without_data
-from regard.errors import ProblemError, RefusalError
+from regard.describe.traced import refuse_proxy, refuse_symbol
+from regard.errors import ProblemError
 from regard.torch_internals import (
     DisabledTorchFunction,
     FakeTensor,
@@ -28,9 +28,6 @@ from regard.torch_internals import (
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-SYMBOLS = (torch.SymInt, torch.SymFloat)
-"""Numbers that are computed from dynamic lengths."""
 
 FARTHEST = 1 << 62
 """The largest position: from here, the distance between a query and a key still fits into 64 bits."""
@@ -95,13 +92,13 @@ def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> No
         raise ProblemError(f"{name} has the layout {t.layout}: expected {expected} that is strided; call .to_dense().")
 
 
-def not_a_tensor(name: str, given: object, expected: str) -> ProblemError | RefusalError:
-    """The error of an argument in the place of a tensor."""
-    if isinstance(given, Proxy):
-        return RefusalError(
-            f"torch.fx.symbolic_trace cannot record attention: {name} is a Proxy, without the sizes that regard reads: "
-            "use torch.export, or make the module that calls regard a leaf (torch.fx.Tracer.is_leaf_module)."
-        )
+def not_a_tensor(name: str, given: object, expected: str) -> ProblemError:
+    """The error of an argument in the place of a tensor.
+
+    Raises:
+        RefusalError: the argument is a Proxy of `torch.fx`.
+    """
+    refuse_proxy(name, given)
     dense = f"; {name}.dense() is one" if hasattr(given, "dense") else ""
     return ProblemError(f"{name} is {type(given).__name__}: expected {expected}{dense}.")
 
@@ -120,6 +117,7 @@ def check_specs(mask: object, bias: object, score: object) -> None:
         if given is None or isinstance(given, kind):
             _check_spec(name, given)
             continue
+        refuse_proxy(name, given)
         hint = instead(given, name).replace("say ", f"say {name}=", 1)
         expected = f"expected a regard {kind.__name__}; {hint}"
         raise ProblemError(f"{name} is {received(given)}: {expected}{'' if hint.endswith('?') else '.'}")
@@ -142,14 +140,19 @@ def _check_spec(name: str, given: Spec | None) -> None:
 
 def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
     """Raise `ProblemError` unless the elements can be read before the call runs: schedules need them."""
-    if is_batched(without_gradient_wrappers(t)):
-        raise ProblemError(
-            f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
-        )
+    check_is_not_mapped(mask, t)
     if has_own_operators(t) and not isinstance(t, FunctionalTensor):
         raise ProblemError(
             f"a tensor in mask is of the class {type(t).__name__}, whose elements are stored elsewhere, and masks are "
             "read before attention is computed: expected a torch.Tensor."
+        )
+
+
+def check_is_not_mapped(mask: Mask, t: Tensor) -> None:
+    """Raise `ProblemError` if vmap maps over a tensor of the mask, or over what its `keep` returned."""
+    if is_batched(without_gradient_wrappers(t)):
+        raise ProblemError(
+            f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
         )
 
 
@@ -172,12 +175,9 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
             )
             expected = "expected a number, as a Python int or float."
             raise ProblemError(f"{name} is a tensor: {expected}{hint if name == 'scale' else ''}")
-        if isinstance(given, SYMBOLS):
-            remedy = "multiply q by it and pass scale=1" if name == "scale" else "pass a number"
-            raise RefusalError(
-                f"{name} is computed from a dynamic length, and an exported graph has it as a constant: {remedy}."
-            )
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
+            refuse_proxy(name, given)
+            refuse_symbol(name, given, "multiply q by it and pass scale=1" if name == "scale" else "pass a number")
             raise ProblemError(f"{name} is {given!r}: expected a number, as a Python int or float.")
         if isinstance(given, int) and abs(given) > sys.float_info.max:
             raise ProblemError(f"{name} is {given}: expected a number up to {sys.float_info.max}, as floats are.")
@@ -196,6 +196,7 @@ def check_sink(sink: object, heads: int, q: Tensor) -> None:
     if isinstance(sink, Tensor):
         check_readable("sink", sink)
     if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():
+        refuse_proxy("sink", sink)
         what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
         raise ProblemError(f"sink is {what}: expected a float tensor with a logit per query head, [{heads}].")
     if sink.device != q.device:
@@ -235,8 +236,15 @@ def row_offsets(offset: object, q: object) -> tuple[int, ...] | None:
     """The position of the first query of each batch row, if a tensor has one for each; None for one of the call.
 
     Raises:
-        ProblemError: it has neither one integer nor one for each batch row.
+        ProblemError: it has neither one integer nor one for each batch row, or vmap maps over it.
+        RefusalError: it is a Proxy of `torch.fx`.
     """
+    refuse_proxy("offset", offset)
+    if isinstance(offset, Tensor) and is_batched(without_gradient_wrappers(offset)):
+        raise ProblemError(
+            "offset is mapped over by vmap: an offset is the same for all; give q a batch axis and an offset for each "
+            "batch row instead."
+        )
     if not isinstance(offset, Tensor) or offset.numel() == 1 or not isinstance(q, Tensor) or q.ndim != 4:
         return None
     check_offset_tensor(offset, q.shape[0])

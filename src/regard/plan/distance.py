@@ -32,7 +32,8 @@ def by_distance(
     """
     distance = torch.arange(first, first + count, device=device)
     head = torch.arange(heads, device=device)[:, None]
-    terms = (values_of(term, 0, head, 0, -distance).to(dtype) for term in bias.widened(dtype).terms())
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    terms = (values_of(term, zero, head, zero, -distance).to(dtype) for term in bias.widened(dtype).terms())
     return reduce(add, terms).expand(heads, count).contiguous()
 
 
@@ -67,9 +68,21 @@ def kept_by_distance(
             low, high = first, first + count
         with torch.inference_mode(mode=False), torch.no_grad():  # a later call may save it for its backward pass
             made = by_distance(bias, heads, dtype, low, high - low, device)
-        if content.is_constant or reads_again(bias.fingerprint, content):
+        if (content.is_constant or reads_again(bias.fingerprint, content)) and _is_complete(device):
             _vectors.put(key, (low, made))
     return made[:, first - low : first - low + count]
+
+
+def _is_complete(device: torch.device) -> bool:
+    """Whether what this stream was told to make may be kept for calls on every stream; waits for it on a GPU.
+
+    Not while a CUDA graph is captured: nothing may wait then, and the memory is the graph's.
+    """
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.current_stream(device).synchronize()
+    return True
 
 
 def _next_power(n: int) -> int:

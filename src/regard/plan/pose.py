@@ -66,7 +66,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         score=None if score is None else score.form(),
         score_dim=score_dim,
         scale=compared.default_scale(qk_dim) if scale is None else float(scale),
-        softcap=None if softcap is not None and softcap > LARGEST else softcap,
+        softcap=None if softcap is None or softcap > LARGEST else float(softcap),
         sink=sink is not None,
         dropout=float(dropout),
         offset=offset,

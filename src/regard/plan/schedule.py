@@ -139,7 +139,7 @@ class Schedule:
 
     def pattern(self, number: int) -> torch.Tensor:
         """Pattern `number` as a bool tensor [tile, tile]."""
-        return self._unpacked[number]
+        return torch.from_numpy(self._unpacked[number])
 
     def keep(self) -> torch.Tensor:
         """The mask in full, bool [batch or 1, heads or 1, queries, keys]: for small calls and for tests.
@@ -160,8 +160,9 @@ class Schedule:
         return kept.view(*self.maps, self.query_tiles * tile, width)[:, :, : self.queries, : self.keys]
 
     @cached_property
-    def _unpacked(self) -> torch.Tensor:
-        return torch.from_numpy(self._bits.view(np.bool_))
+    def _unpacked(self) -> np.ndarray:
+        """[patterns, tile, tile], of numpy: a tensor would belong to the `torch.func` transform of its first use."""
+        return self._bits.view(np.bool_)
 
     @property
     def _bits(self) -> np.ndarray:

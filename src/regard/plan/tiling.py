@@ -13,6 +13,7 @@ from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bound
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again, unchanged
+from regard.plan.checks import check_is_not_mapped
 from regard.plan.closed_form import CELLS, Grid, closed_form
 from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
@@ -216,6 +217,8 @@ def _evaluate(mask: Mask, tile: int, r: Rectangles) -> Bools:
     with ignore_func_transforms():
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
         q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
-        kept = kept_pairs(mask, b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1)).cpu()
+        kept = kept_pairs(mask, b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1))
+        check_is_not_mapped(mask, kept)
+        kept = kept.cpu()
         whole = bool((q1 - q0 == tile).all() and (k1 - k0 == tile).all())
         return kept.expand(len(b), tile, tile).numpy() if whole else (kept & (q < q1) & (k < k1)).numpy()

@@ -21,6 +21,7 @@ from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 from regard.storage.codec import TILE, Codes, decode_rows, decode_tiled
 from regard.storage.hadamard import hadamard
+from regard.torch_internals import ignore_func_transforms
 from regard.wide import wide_of
 
 
@@ -320,7 +321,8 @@ class StoredTensor:
     @cached_property
     def placeholder(self) -> Tensor:
         """A tensor of this shape, type and device without data, for checks."""
-        return torch.empty_strided(self.shape, (0, 0, 0, 0), dtype=self.dtype, device=self.device)
+        with ignore_func_transforms():  # later calls take it outside of the transform
+            return torch.empty_strided(self.shape, (0, 0, 0, 0), dtype=self.dtype, device=self.device)
 
     def to(self, dtype: torch.dtype) -> "StoredTensor":
         """The same storage, for calls of another type."""
@@ -378,6 +380,10 @@ class StoredTensor:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __matmul__ = __rmatmul__ = __neg__ = __getitem__ = __setitem__ = __iter__ = __len__ = _refuse
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        """Raise `ProblemError`: without it NumPy would make an array of one object."""
+        raise ProblemError(f"NumPy got a StoredTensor: {_NO_TENSOR}")
 
     def __bool__(self) -> bool:
         return True  # without it Python asks for a length
