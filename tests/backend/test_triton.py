@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from regard import (
+    Alibi,
     Causal,
     Documents,
     Mask,
@@ -115,6 +116,13 @@ def test_a_softcap_of_any_size_is_as_exact_as_the_scores(cap: float):
     assert worst(few, attend(q[:, :, :1], k, v, softcap=cap, scale=1.0, backend="reference64")) <= 3e-6
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_softcap_may_be_an_int_of_more_than_64_bits(backend: str):
+    q = torch.randn(1, 1, 9, 16)
+    out = attend(q, q, q, softcap=10**20, backend=backend)
+    assert worst(out, attend(q, q, q, softcap=1e20, backend="reference64")) <= 3e-6
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_what_is_hidden_reaches_nothing_and_what_is_seen_reaches_its_rows(poison: float):
     q, k, v = (torch.randn(1, 2, 150, 16) for _ in range(3))
@@ -162,6 +170,50 @@ def test_a_gradient_that_is_not_finite_reaches_only_what_its_row_sees():
     assert torch.isfinite(dv[0, 0, :, 3:]).all()
     assert torch.isfinite(dv[0, 0, 41:]).all()
     assert torch.isfinite(dk[0, 0, 41:]).all()
+
+
+WANTED = {
+    "q": ["gradient_of_queries"],
+    "k": ["gradient_of_keys"],
+    "v": ["gradient_of_keys"],
+    "kv": ["gradient_of_keys"],
+    "sink": [],
+    "slopes": ["gradient_of_queries"],
+    "bias": ["gradient_of_queries"],
+}
+"""The kernels that the gradients of some inputs need, where one pass sums those of keys and values."""
+
+
+@pytest.mark.parametrize("names", WANTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_kernels_start_whose_gradients_are_wanted(names: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    from regard.gpu import gradients
+
+    started, launch = list[str](), gradients.launch
+
+    def record(kernel: Any, *rest: Any, **constants: Any) -> None:
+        started.append(kernel.fn.__name__)
+        launch(kernel, *rest, **constants)
+
+    monkeypatch.setattr(gradients, "launch", record)
+    sizes = {"q": (1, 4, 40, 16), "k": (1, 2, 40, 16), "v": (1, 2, 40, 8), "bias": (4, 1, 40)}
+    inputs = {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
+    inputs |= {"sink": torch.randn(4), "slopes": torch.rand(4)}
+
+    def gradients_of(wanted: list[str]) -> tuple[Tensor, ...]:
+        started.clear()
+        t = {name: t.clone().requires_grad_(name in wanted) for name, t in inputs.items()}
+        bias = Alibi(slopes=t["slopes"]) + TensorBias(t["bias"])
+        out = attend(t["q"], t["k"], t["v"], mask=Causal(), bias=bias, sink=t["sink"], backend="triton")
+        return torch.autograd.grad(out.float().sin().sum(), [t[name] for name in wanted])
+
+    wanted = [*names] if names == "kv" else [names]
+    of_all = dict(zip(inputs, gradients_of(list(inputs)), strict=True))
+    assert started == ["gradient_of_queries", *["gradient_of_keys"] * (2 if dtype == torch.float32 else 1)]
+    for name, found in zip(wanted, gradients_of(wanted), strict=True):
+        assert torch.equal(found, of_all[name])
+    passes = 2 if names == "kv" and dtype == torch.float32 else 1
+    assert started == WANTED[names] * passes
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_in_each_run():

@@ -1,4 +1,6 @@
-"""The gradients of a call: starts the backward kernels."""
+"""The gradients of a call: starts the backward kernels, those of which a gradient is wanted."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import (
     biases,
     blocks_of,
+    computed_in,
     constants,
     keys_blocks,
     launch,
@@ -20,55 +23,91 @@ from regard.gpu.tables import by_key, by_query
 from regard.gpu.totals import Totals, totals
 from regard.state import State
 
-KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": False, "DV": True})
-"""The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
+
+class Rows(NamedTuple):
+    """What the kernels read of each row besides the inputs."""
+
+    dout: Tensor  # [batch, heads, queries, v_dim]
+    top: Tensor  # float32 [batch, heads, queries], as the next two; top and rest as in `Totals`
+    rest: Tensor
+    delta: Tensor  # what is subtracted from the gradient of each weight
 
 
 def gradients(
     call: Call, i: Inputs, wanted: tuple[bool, ...], state: State, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs; None where nobody wants one."""
-    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
-    kv_heads, keys, v_dim = i.v.shape[1:]
+    q_wanted, k_wanted, v_wanted, sink_wanted, distance_wanted, bias_wanted = wanted
     dout = torch.zeros_like(state.out) if dout is None else dout.resolve_neg()
     if i.distance is not None or i.bias is not None:  # -inf may hide all keys of a row, which then drops its gradient
         dout = dout.masked_fill((state.lse == -torch.inf)[..., None], 0.0)
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = (state.out.float() * dout.float()).sum(3)  # [batch, heads, queries]
+    delta = (state.out.float() * dout.float()).sum(3)
     total, dsink = totals(call, i, state.lse), None
     if i.sink is not None:
         own, total = total, total.with_sink(i.sink)
-        share = torch.sigmoid(-own.above(Totals(i.sink[:, None], None)))  # of a sink of +inf 1
-        dsink = -(share * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
+        if sink_wanted:
+            share = torch.sigmoid(-own.above(Totals(i.sink[:, None], None)))  # of a sink of +inf 1
+            dsink = -(share * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
         dlse = None if dlse is None else dlse * torch.exp(total.above(own))
     if dlse is not None:
         delta = delta - dlse.masked_fill(state.lse == -torch.inf, 0.0)
-    top, rest = total.both
-    wide = torch.float32 if i.q.device.type == "cpu" else i.q.dtype  # as in `empty_output`
-    dq, dk, dv = (torch.empty(t.shape, dtype=wide, device=t.device) for t in (i.q, i.k, i.v))
-    ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
-    dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
-    blocks, key_blocks = blocks_of(queries_blocks, i), blocks_of(keys_blocks, i)
-    sizes = batch, heads, heads // kv_heads, queries, keys
-    numbers = call.scale, call.softcap or 0.0, *call.drops
-    into = placed(dbias) if dbias is not None else (delta, 0, 0, 0, 0)
+    rows = Rows(dout, *total.both, delta)
+    dq = ddistance = dbias = None
+    if q_wanted or distance_wanted or bias_wanted:
+        dq, ddistance, dbias = of_queries(call, i, rows, distance_wanted, bias_wanted)
+    return dq if q_wanted else None, *of_keys(call, i, rows, k_wanted, v_wanted), dsink, ddistance, dbias
+
+
+def of_queries(
+    call: Call, i: Inputs, rows: Rows, distance_wanted: bool, bias_wanted: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the queries, and of the biases where they are wanted."""
+    s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
+    dq = torch.empty(i.q.shape, dtype=computed_in(i.q), device=i.q.device)
+    ddistance = torch.zeros_like(i.distance) if distance_wanted and i.distance is not None else None
+    dbias = torch.zeros_like(i.bias, dtype=torch.float32) if bias_wanted and i.bias is not None else None
+    into = placed(dbias) if dbias is not None else (rows.delta, 0, 0, 0, 0)
+    blocks = blocks_of(queries_blocks, i)
     launch(
         gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        *(i.q, i.k, i.v, dout, top, rest, delta, dq),
-        *(stride for t in (i.q, i.k, i.v, dout, dq) for stride in t.stride()[:3]),
-        *biases(i, top), delta if ddistance is None else ddistance, *into,
-        *by_query(s, i.q.device), *sizes, section(i), *numbers,
+        *(i.q, i.k, i.v, *rows, dq),
+        *(stride for t in (i.q, i.k, i.v, rows.dout, dq) for stride in t.stride()[:3]),
+        *biases(i, rows.top), rows.delta if ddistance is None else ddistance, *into, *by_query(s, i.q.device),
+        *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
         **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
     )  # fmt: skip
-    for ofs in KEYS_PASSES[padded(max(dim, v_dim)) > 64 or i.q.element_size() == 4]:
-        launch(
-            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // key_blocks.rows, key_blocks, i.q.device,
-            *(i.q, i.k, i.v, dout, top, rest, delta, dk, dv),
-            *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
-            *biases(i, top), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *numbers,
-            **constants(call, i, key_blocks), QUERIES=key_blocks.tokens, **ofs,
-        )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
-    dq, dk, dv = (t.to(i.q.dtype) for t in (dq, dk, dv))
-    return dq, dk, dv, dsink, ddistance, dbias
+    return dq.to(i.q.dtype), ddistance, dbias
+
+
+def of_keys(call: Call, i: Inputs, rows: Rows, k_wanted: bool, v_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of keys and values, those that are wanted."""
+    s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
+    group, blocks = heads // kv_heads, blocks_of(keys_blocks, i)
+    dk, dv = (
+        torch.empty(t.shape, dtype=computed_in(i.q), device=t.device) if is_wanted else None
+        for t, is_wanted in ((i.k, k_wanted), (i.v, v_wanted))
+    )
+    into = (
+        i.k if dk is None else dk,
+        i.v if dv is None else dv,
+    )  # where one is not wanted, the kernel does not write to it
+    for which in passes(i, k_wanted, v_wanted):
+        launch(
+            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // blocks.rows, blocks, i.q.device,
+            *(i.q, i.k, i.v, *rows, *into),
+            *(stride for t in (i.q, i.k, i.v, rows.dout, *into) for stride in t.stride()[:3]),
+            *biases(i, rows.top), *by_key(s, i.q.device), batch, heads, group, queries, keys,
+            *(max(1, section(i) // group), call.scale, call.softcap or 0.0, *call.drops),
+            **constants(call, i, blocks), QUERIES=blocks.tokens, **which,
+        )  # fmt: skip
+    return None if dk is None else dk.to(i.q.dtype), None if dv is None else dv.to(i.q.dtype)
+
+
+def passes(i: Inputs, k_wanted: bool, v_wanted: bool) -> list[dict[str, bool]]:
+    """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
+    is_large = padded(max(i.q.shape[3], i.v.shape[3])) > 64 or i.q.element_size() == 4
+    each = [(k_wanted, False), (False, v_wanted)] if is_large else [(k_wanted, v_wanted)]
+    return [{"DK": dk, "DV": dv} for dk, dv in each if dk or dv]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.gpu.call import Call, Inputs
-from regard.gpu.launch import LARGE_FLOAT32, Blocks, biases, launch, padded, precision, run, section
+from regard.gpu.launch import LARGE_FLOAT32, Blocks, biases, is_wide, launch, padded, precision, run, section
 from regard.gpu.sweep import sweep
 from regard.gpu.tables import by_query
 from regard.gpu.totals import totals
@@ -63,7 +63,7 @@ def sums(
         MAPS_BATCH=tiles.maps[0] > 1, MAPS_HEADS=tiles.maps[1] > 1, TILE=tiles.tile, ROWS=blocks.rows,
         KEYS=blocks.tokens, DIM=dim, DIM_PADDED=padded(dim), BINS=bins, SOFTCAP=call.softcap is not None,
         DISTANCE=i.distance is not None, BIAS=i.bias is not None, PICTURE=cell > 0,
-        WIDE=i.q.dtype == torch.float32 or device.type == "cpu", PRECISION=precision(i.q),
+        WIDE=is_wide(i.q), PRECISION=precision(i.q),
     )  # fmt: skip
     return Sums(mass, entropy, squares, top, top_key, of_bins, columns.float(), mean, largest.view(torch.float32))
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from triton import JITFunction
 
 from regard.gpu.call import Call, Inputs
 from regard.gpu.forward import forward
@@ -15,6 +16,9 @@ from regard.gpu.tables import by_query
 
 CACHE = 24 << 20
 """Bytes of keys and values that programs which run at the same time read: half the L2 cache of an H100."""
+
+IS_INTERPRETED = not isinstance(cast(Any, forward), JITFunction)
+"""Whether Triton's interpreter runs the kernels, on whichever device tensors are; decided when they are imported."""
 
 INTERPRETED_PROGRAMS = 3
 """More than one, so that tests on a CPU have programs that take several units, and units of several programs."""
@@ -148,12 +152,12 @@ def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
 def empty_output(q: Tensor, v_dim: int) -> Tensor:
     """The memory of an output [batch, heads, queries, v_dim], token by token if q is, else head by head.
 
-    The interpreter truncates float32 to bfloat16, so there it is float32, for torch to round.
+    It has the type `computed_in(q)`, for torch to round.
     """
     batch, heads, queries, _ = q.shape
     by_token = q.stride(1) < q.stride(2) and queries > 1
     shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
-    out = torch.empty(shape, dtype=torch.float32 if q.device.type == "cpu" else q.dtype, device=q.device)
+    out = torch.empty(shape, dtype=computed_in(q), device=q.device)
     return out.transpose(1, 2) if by_token else out
 
 
@@ -183,9 +187,21 @@ def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:
         "ROWS": blocks.rows, "PATCH": blocks.patch, "STAGES": blocks.stages,
         "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
         "SOFTCAP": call.softcap is not None, "DISTANCE": i.distance is not None, "BIAS": i.bias is not None,
-        "DROPOUT": call.dropout > 0, "WIDE": i.q.dtype == torch.float32 or i.q.device.type == "cpu",
-        "PRECISION": precision(i.q),
+        "DROPOUT": call.dropout > 0, "WIDE": is_wide(i.q), "PRECISION": precision(i.q),
     }  # fmt: skip
+
+
+def computed_in(q: Tensor) -> torch.dtype:
+    """The type of operands of products and of results in memory: that of q.
+
+    The interpreter has no products of bfloat16, and truncates float32 to bfloat16, so there it is float32.
+    """
+    return torch.float32 if IS_INTERPRETED else q.dtype
+
+
+def is_wide(q: Tensor) -> bool:
+    """Whether products take float32 operands."""
+    return computed_in(q) == torch.float32
 
 
 def precision(q: Tensor) -> str:
