@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from regard.cache import KVCache
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
-from regard.errors import ProblemError
-from regard.integrate.modules import attention_of, rope_of
+from regard.errors import ProblemError, RefusalError
+from regard.integrate.modules import attention_of, rope_of, with_weights_of
 from regard.nn.latent import LatentAttention
 from regard.nn.share_heads import share_heads
 from regard.nn.to_latent import to_latent
@@ -40,6 +41,8 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32}}),
     "mistral with a window": ("mistral", {"sliding_window": 5}),
+    "llama of which every token sees every other": ("llama", {"is_causal": False}),
+    "mistral with a window to both sides": ("mistral", {"sliding_window": 5, "is_causal": False}),
     "qwen2": ("qwen2", {}),
     "qwen2 with a window": ("qwen2", {
         "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
@@ -70,6 +73,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2 yarn": ("deepseek_v2", LATENT | {"rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3 with biases": ("deepseek_v3", LATENT | {"attention_bias": True}),
+    "deepseek_v3 of which every token sees every other": ("deepseek_v3", LATENT | {"is_causal": False}),
     "deepseek_v3 yarn": ("deepseek_v3", LATENT | {"rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3 side by side": ("deepseek_v3", LATENT | {"rope_interleave": False, "q_lora_rank": None}),
 }  # fmt: skip
@@ -106,7 +110,7 @@ def test_a_layer_taken_over_computes_the_same(name):
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
-@pytest.mark.parametrize("name", [name for name in LAYERS if "deepseek" in name])
+@pytest.mark.parametrize("name", [name for name in LAYERS if "deepseek" in name and "every" not in name])
 def test_both_forms_of_a_latent_layer_compute_what_transformers_does_step_by_step(name, absorbed):
     layer, config, x, expected = watched(name)
     module, cache = attention_of(layer, config), KVCache()
@@ -131,6 +135,64 @@ def test_a_trained_layer_can_be_pooled_and_factorised():
         assert share_heads(module, 1)(x).shape == expected.shape
         latent = to_latent(module, kv_rank=12).module  # 2 heads x 6 values, all keys turn
         torch.testing.assert_close(latent(x), expected, rtol=1e-4, atol=1e-5)
+
+
+PROJECTIONS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt_neox": ["query_key_value", "dense"],
+    "phi3": ["qkv_proj", "o_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "deepseek_v2 without a latent of queries": ["q_proj"],
+}
+EACH = [(kind, name) for kind, names in PROJECTIONS.items() for name in names]
+
+
+class Adapted(nn.Linear):
+    """A projection with an adapter, which its weight does not contain."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name of nn.Linear
+        return super().forward(input) + input.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), EACH)
+def test_a_projection_that_computes_more_than_its_weight_is_refused(kind: str, name: str):
+    layer, config, _, _ = watched(kind)
+    plain = getattr(layer, name)
+    hook = plain.register_forward_hook(lambda module, args, out: 2 * out)
+    with pytest.raises(RefusalError, match=f"{name} has a forward hook, which may change its output"):
+        attention_of(layer, config)
+    hook.remove()
+    plain.forward = lambda x: 2 * x
+    with pytest.raises(RefusalError, match=f"{name} has a forward other than that of its class"):
+        attention_of(layer, config)
+    setattr(layer, name, Adapted(plain.in_features, plain.out_features, plain.bias is not None))
+    with pytest.raises(RefusalError, match=f"{name} is a Adapted with a forward of its own: merge the adapter first"):
+        attention_of(layer, config)
+    with pytest.raises(ProblemError, match="a projection is a Adapted with a forward of its own"):
+        with_weights_of(layer, config)
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_weights_are_read_beside_the_hooks_of_an_observer(kind: str):
+    layer, config, x, expected = watched(kind)
+    for module in layer.modules():
+        module.register_forward_hook(lambda module, args, out: None)
+    with torch.no_grad():
+        torch.testing.assert_close(with_weights_of(layer, config)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_weights_are_trained_where_those_of_the_layer_are(kind: str, enabled: bool):
+    layer, config, _, _ = watched(kind)
+    with torch.set_grad_enabled(enabled):
+        assert all(weight.requires_grad for weight in attention_of(layer, config).parameters())
+        layer.requires_grad_(False)
+        assert not any(weight.requires_grad for weight in attention_of(layer, config).parameters())
+        output = layer.dense if kind == "gpt_neox" else layer.o_proj
+        output.weight.requires_grad_(True)
+        trained = [name for name, p in attention_of(layer, config).named_parameters() if p.requires_grad]
+    assert trained == ["o_proj.weight"]
 
 
 def test_a_layer_of_another_model_is_refused():

@@ -127,6 +127,15 @@ def test_a_projection_that_is_no_matrix_of_floats_is_refused():
         affine_of(quantised)
 
 
+def test_a_projection_with_an_adapter_is_refused():
+    class Adapted(nn.Linear):
+        def forward(self, input):  # noqa: A002  # the name of nn.Linear
+            return 2 * super().forward(input)
+
+    with pytest.raises(ProblemError, match="a projection is a Adapted with a forward of its own: merge the adapter"):
+        affine_of(Adapted(4, 4))
+
+
 def test_an_output_of_another_width_is_none():
     layer = nn.Module()
     layer.dense = nn.Linear(12, 4)

@@ -1,17 +1,20 @@
 """Modules and whole models with every cache: they attend to what it keeps; a call that fails leaves it as it was."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from regard import Causal, ProblemError, Rope, TensorMask, Window
+from regard import Alibi, Causal, Prefix, ProblemError, Rope, TensorMask, Window, attend
 from regard.cache import ExpectedAttention, KVCache
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.store import Policy
 from regard.nn import Decoder, LatentAttention, MultiHeadAttention
 from regard.rope import DynamicNTK
+from regard.scores import Cosine, Dot
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
@@ -120,6 +123,67 @@ def test_policies_see_the_queries_and_forget(policy: Policy, module: object):
         assert all(part.isfinite().all() for part in found)
         assert cache.tokens < 31 + 3
         assert cache.tokens_seen == TOKENS
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"scale": 1.3}, {"mask": Causal()}, {"mask": Window(9, 9)}, {"score": Dot()}, {"sink": True}], ids=str
+)
+def test_heavy_hitters_are_those_of_the_weights_of_the_module(words: dict[str, Any]):
+    module, x = MultiHeadAttention(12, heads=4, kv_heads=2, **words), torch.randn(BATCH, 23, 12)
+    identity = torch.eye(23).expand(BATCH, 2, 23, 23)
+    with torch.no_grad():
+        module.k_proj.weight.mul_(5)
+        q, k = (p(x).unflatten(2, (-1, 3)).transpose(1, 2) for p in (module.q_proj, module.k_proj))
+        weights = attend(q, k, identity, mask=words.get("mask"), scale=module.scale)
+        cache = KVCache(evict=H2O(9, sinks=0, recent=0))
+        module(x, cache=cache)
+        cache.forget()
+    kept = weights.sum(2).unflatten(1, (2, 2)).mean(2).topk(9).indices.sort().values
+    assert torch.equal(cache.append(k[:, :, :0], k[:, :, :0])[0], k.take_along_dim(kept[..., None], 2))
+
+
+def test_heavy_hitters_of_latents_without_a_mask_are_those_of_all_queries():
+    module, x, none = latent_attention(), torch.randn(BATCH, 23, WIDTH), torch.zeros(BATCH, 1, 0, 20)
+    module.mask = None
+    kept: list[torch.Tensor] = []
+    with torch.no_grad():
+        for mask in (None, Prefix(23), Causal()):
+            cache = KVCache(evict=H2O(9, sinks=0, recent=0))
+            module(x, mask=mask, cache=cache)
+            cache.forget()
+            kept.append(cache.append(none, none[..., :0])[0])
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[0], kept[2])
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (attention, {"bias": Alibi(6)}),
+        (attention, {"score": Cosine()}),
+        (attention, {"softcap": 5.0}),
+        (latent_attention, {"softcap": 5.0}),
+    ],
+)
+def test_a_policy_whose_weights_would_not_be_those_of_the_module_is_refused(
+    form: Callable[..., MultiHeadAttention | LatentAttention], words: dict[str, object]
+):
+    module, x, option = form(**words), torch.randn(BATCH, 40, WIDTH), next(iter(words))
+    for policy in (H2O(11), TOVA(11), SnapKV(11, window=2), ExpectedAttention(11)):
+        cache = KVCache(evict=policy)
+        with pytest.raises(ProblemError, match=rf"{type(policy).__name__}.*they have a {option}: take a"):
+            module(x, cache=cache)
+        assert cache.tokens_seen == 0
+    for policy in (SinksAndRecent(11), Knorm(11)):
+        cache = KVCache(evict=policy)
+        with torch.no_grad():
+            module(x, cache=cache)
+        assert cache.tokens_seen == 40
+
+
+def test_a_bias_of_the_call_is_refused_like_one_of_the_module():
+    with pytest.raises(ProblemError, match="they have a bias: take a policy that reads no queries"):
+        attention()(torch.randn(BATCH, 5, WIDTH), bias=Alibi(6), cache=KVCache(evict=H2O(11)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from regard.cache import H2O, KVCache
 from regard.calls import observe_calls
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope
-from regard.describe.rope_scaling import DynamicNTK, LongRope, Yarn
+from regard.describe.rope_scaling import DynamicNTK, LongRope, Scaling, Yarn
 from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.rope_pairs import RopePairs
@@ -334,6 +334,16 @@ def test_pairs_keep_the_scaling_and_the_attention_factor_of_their_rope():
     x = torch.randn(2, 3, 5, 4).double()
     whole = Rope(8, 100.0, yarn, interleaved=True).rotate(torch.cat([torch.zeros_like(x[..., :4]), x], -1), 9)
     torch.testing.assert_close(RopePairs(Rope(8, 100.0, yarn), ((2, 3),)).rotate(x, 9), whole[..., 4:])
+
+
+@pytest.mark.parametrize("scaling", [DynamicNTK(2.0, 4), LongRope((1.0,) * 4, (2.0,) * 4, 4)], ids=str)
+@pytest.mark.parametrize(("tokens", "first"), [(0, None), (0, 3), (2, -3), (2, torch.tensor([-5, -2]))], ids=str)
+def test_all_pairs_are_the_rope_without_tokens_and_before_the_first_one(
+    scaling: Scaling, tokens: int, first: int | torch.Tensor | None
+):
+    rope = Rope(8, interleaved=True, scaling=scaling)
+    x = torch.randn(1, 3, tokens, 8)
+    torch.testing.assert_close(RopePairs(rope, ((0, 1, 2, 3),)).rotate(x, first), rope.rotate(x, first))
 
 
 def test_each_head_turns_by_its_own_pairs_and_query_heads_follow_their_key_head():

@@ -60,6 +60,37 @@ def test_the_word_is_made_of_the_tensors_of_now():
     assert SpecModule(KeyLengths(torch.tensor([3]))).to("meta").spec.lengths.is_meta
 
 
+@spec
+class OwnRate(Bias):
+    """A rate of each head for distances, and one for the token itself: both paths are `rate_0`."""
+
+    rate: tuple[torch.Tensor, ...]
+    rate_0: torch.Tensor
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return self.rate[0][h] * (q - k) + self.rate_0[h] * (q == k)
+
+
+def test_tensors_of_one_path_have_two_names():
+    module = SpecModule(OwnRate((trained(3),), trained(3)))
+    assert [name for name, _ in module.named_parameters()] == ["rate_0", "rate_0_"]
+    assert module.spec.rate[0] is module.rate_0
+    assert module.spec.rate_0 is module.rate_0_
+    other = SpecModule(OwnRate((trained(3),), trained(3)))
+    other.load_state_dict(module.state_dict())
+    assert other.spec == module.spec
+
+
+@pytest.mark.parametrize("name", ["half", "type", "forward", "training", "spec"])
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_field_may_have_the_name_of_an_attribute_of_modules(name: str, learned: bool):
+    word: Any = spec(type("Word", (Bias,), {"__annotations__": {name: torch.Tensor}}))
+    module = SpecModule(word(torch.randn(3, requires_grad=learned)))
+    assert list(module.state_dict()) == [f"{name}_"]
+    assert getattr(module.double().spec, name) is getattr(module, f"{name}_")
+    assert module.training is True
+
+
 def test_a_copy_has_a_table_of_its_own():
     module = Scores(trained(32, 3))
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

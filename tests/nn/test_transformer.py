@@ -56,6 +56,13 @@ def recomputed(model: Decoder, tokens: Tensor, count: int, *context: Tensor) -> 
     return tokens[:, start:]
 
 
+@pytest.mark.parametrize("position", ["sinusoidal", "learned"])
+def test_generation_without_blocks_is_recomputation(position: str):
+    model, prompt = Decoder(VOCABULARY, WIDTH, 0, HEADS, position=POSITIONS[position]()), some_tokens(2, 5)
+    assert torch.equal(model.generate(prompt, 6), recomputed(model, prompt, 6))
+    assert torch.equal(model.generate(prompt, 6, context=torch.randn(2, 3, 7)), recomputed(model, prompt, 6))
+
+
 @pytest.mark.parametrize("position", POSITIONS)
 def test_generation_with_caches_is_recomputation(position: str):
     model, tokens = decoder(position, mask=Window(7)), some_tokens(3, 5)
@@ -319,6 +326,8 @@ def test_a_temperature_near_0_takes_the_most_probable_token(dtype: torch.dtype):
         ({"mlp": 0}, "mlp is 0: expected True or False"),
         ({"tied": "no"}, "tied is 'no': expected True or False"),
         ({"hidden": 0}, "hidden is 0: expected at least 1 dimensions"),
+        ({"context_dim": 0}, "context_dim is 0: expected at least 1 dimensions"),
+        ({"context_dim": 0, "layers": 0}, "context_dim is 0: expected at least 1 dimensions"),
         ({"vocabulary": 11.0}, "vocabulary is 11.0: expected a whole number of tokens"),
         ({"d_model": 32.0}, "d_model is 32.0: expected a whole number of dimensions"),
     ],
@@ -412,6 +421,43 @@ def test_a_layer_with_a_table_of_its_own_gets_that_of_a_state():
     model.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
     first, own = (cast(Any, block).attention.bias.table for block in model.blocks)
     assert (first.sum().item(), own.sum().item()) == (0.0, 32.0 * HEADS)
+
+
+def is_tied(model: Decoder) -> bool:
+    return model.unembedding.weight is model.body.embedding.weight
+
+
+def test_tied_embeddings_stay_tied_when_they_are_loaded_or_moved():
+    state = decoder(tied=True).state_dict()
+    with torch.device("meta"):
+        models = [decoder(tied=True) for _ in range(3)]
+    models[0].load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    models[1].to_empty(device="cpu").load_state_dict(state)
+    whole = nn.ModuleDict({"decoder": models[2]}).to_empty(device="cpu")
+    whole.load_state_dict({f"decoder.{name}": tensor.clone() for name, tensor in state.items()}, assign=True)
+    for model in models:
+        assert is_tied(model)
+        assert torch.equal(model.unembedding.weight, state["body.embedding.weight"])
+    own = decoder()
+    own.load_state_dict(state, assign=True)
+    assert not is_tied(decoder().double())
+
+
+@pytest.mark.parametrize("name", ["body.embedding.weight", "unembedding.weight"])
+@pytest.mark.parametrize("assign", [True, False])
+def test_tied_embeddings_are_those_that_a_part_of_a_state_has(name: str, assign: bool):
+    model, weight = decoder(tied=True), torch.randn(VOCABULARY, WIDTH)
+    model.load_state_dict({name: weight}, strict=False, assign=assign)
+    assert is_tied(model)
+    assert torch.equal(model.unembedding.weight, weight)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_of_a_state_with_two_weights_tied_embeddings_take_the_last(assign: bool):
+    model, state = decoder(tied=True), decoder().state_dict()
+    model.load_state_dict(state, assign=assign)
+    assert is_tied(model)
+    assert torch.equal(model.body.embedding.weight, state["unembedding.weight"])
 
 
 def test_a_block_of_another_class_is_moved_and_loaded_with_the_others():

@@ -18,9 +18,9 @@ from regard.describe.mask_by_rule import Causal, Window
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.errors import ProblemError
-from regard.integrate.projections import projections_of
+from regard.integrate.projections import affine_of, projections_of
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.multi_head import MultiHeadAttention, check_linear
 from regard.nn.norm import RMSNorm
 
 SEPARATE = (
@@ -40,14 +40,17 @@ PARTIAL = ("nemotron", *FUSED)
 def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAttention:
     """A module with copies of the weights of an attention layer of transformers, that computes the same.
 
-    Causal, with the layer's window if it has one. Its input is that of the layer, after the norm.
+    Causal unless `config.is_causal` is False, with the layer's window if it has one. Its input is that of the layer,
+    after the norm. A weight is trained if that of the layer is.
 
     Args:
         layer: such as `model.model.layers[0].self_attn`, or `model.gpt_neox.layers[0].attention`.
         config: of the model, `model.config`.
 
     Raises:
-        ProblemError: a model type that is not among `SUPPORTED`, or a rotation that no `Rope` computes.
+        ProblemError: a model type that is not among `SUPPORTED`, a rotation that no `Rope` computes, or weights that
+            are no floats (quantised).
+        RefusalError: a projection has an adapter, a forward hook or a replaced forward.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(
@@ -56,7 +59,14 @@ def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAt
     SpecModule(Rope(dim=8, base=10000.0))
     """
     _check_kind("an attention layer", config)
-    made = (_latent if config.model_type in LATENT else _multi_head)(cast(Any, layer), config)
+    check_linear(layer, *(name for name, part in layer.named_children() if _is_projection(part)))
+    return with_weights_of(layer, config)
+
+
+def with_weights_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAttention:
+    """As `attention_of`, whatever the forward hooks of the projections do: those of an observer only look."""
+    with torch.enable_grad():  # where gradients are disabled, views of trained weights would not require them
+        made = (_latent if config.model_type in LATENT else _multi_head)(cast(Any, layer), config)
     return made.train(layer.training)
 
 
@@ -164,14 +174,23 @@ def _multi_head(layer: Any, config: Any) -> MultiHeadAttention:
     return made
 
 
-def _mask(layer: Any, config: Any) -> Mask:
-    """Causal, and the window of the layer if it has one."""
+def _is_projection(part: nn.Module) -> bool:
+    """Whether a part of a layer has a matrix of floats; `affine_of` refuses those of other types."""
+    weight = getattr(part, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+
+
+def _mask(layer: Any, config: Any) -> Mask | None:
+    """Causal unless the config says otherwise, and the window of the layer if it has one."""
     window = getattr(config if config.model_type in WINDOWED else layer, "sliding_window", None)
+    if not getattr(config, "is_causal", True):  # then a token sees those at a distance of the window, too
+        return None if window is None else Window(window + 1, window + 1)
     return Causal() if window is None else Causal() & Window(window)
 
 
 def _latent(layer: Any, config: Any) -> LatentAttention:
-    down, up = layer.kv_a_proj_with_mqa, layer.kv_b_proj.weight
+    down, up = affine_of(layer.kv_a_proj_with_mqa), affine_of(layer.kv_b_proj).weight
+    out = affine_of(layer.o_proj)
     sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
     k_up, v_up = up.unflatten(0, (config.num_attention_heads, -1)).split(
         [config.qk_nope_head_dim, config.v_head_dim], 1
@@ -179,14 +198,15 @@ def _latent(layer: Any, config: Any) -> LatentAttention:
     made = LatentAttention(
         config.hidden_size, config.num_attention_heads, kv_rank=config.kv_lora_rank, q_rank=config.q_lora_rank,
         nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim, v_dim=config.v_head_dim,
-        position=rope_of(config), qkv_bias=down.bias is not None, out_bias=layer.o_proj.bias is not None, mask=Causal(),
-        scale=layer.scaling, dropout=config.attention_dropout, device=up.device, dtype=up.dtype,
+        position=rope_of(config), qkv_bias=down.bias is not None, out_bias=out.bias is not None,
+        mask=_mask(layer, config), scale=layer.scaling, dropout=config.attention_dropout,
+        device=up.device, dtype=up.dtype,
     )  # fmt: skip
     if config.q_lora_rank is None:
-        _fill(made.q_proj, layer.q_proj.weight, None)
+        _fill(made.q_proj, *affine_of(layer.q_proj))
     else:
-        _fill(made.q_down, layer.q_a_proj.weight, layer.q_a_proj.bias)
-        _fill(made.q_up, layer.q_b_proj.weight, None)
+        _fill(made.q_down, *affine_of(layer.q_a_proj))
+        _fill(made.q_up, *affine_of(layer.q_b_proj))
         _fill_norm(made.q_norm, layer.q_a_layernorm)
     biases = (None, None) if down.bias is None else down.bias.split(sizes)
     for projection, weight, bias in zip((made.kv_down, made.k_rope), down.weight.split(sizes), biases, strict=True):
@@ -194,20 +214,25 @@ def _latent(layer: Any, config: Any) -> LatentAttention:
     _fill_norm(made.kv_norm, layer.kv_a_layernorm)
     _fill(made.k_up, k_up.flatten(0, 1), None)
     _fill(made.v_up, v_up.flatten(0, 1), None)
-    _fill(made.o_proj, layer.o_proj.weight, layer.o_proj.bias)
+    _fill(made.o_proj, *out)
     return made
 
 
-@torch.no_grad()
 def _fill(projection: nn.Linear | None, weight: Tensor, bias: Tensor | None) -> None:
     assert projection is not None
-    projection.weight.copy_(weight)
+    _copy(projection.weight, weight)
     if bias is not None:
-        projection.bias.copy_(bias)
+        _copy(projection.bias, bias)
+
+
+def _fill_norm(norm: RMSNorm | None, source: Any) -> None:
+    assert norm is not None
+    _copy(norm.weight, source.weight)
+    norm.eps = source.variance_epsilon
 
 
 @torch.no_grad()
-def _fill_norm(norm: RMSNorm | None, source: Any) -> None:
-    assert norm is not None
-    norm.weight.copy_(source.weight)
-    norm.eps = source.variance_epsilon
+def _copy(parameter: Tensor, source: Tensor) -> None:
+    """The values of the source, trained if it is."""
+    parameter.copy_(source)
+    parameter.requires_grad_(source.requires_grad)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.nn.multi_head import with_forward_of_its_own
 
 CONTIGUOUS = {"gpt2": "c_attn", "phi3": "qkv_proj"}
 GROUPED = {
@@ -24,6 +25,9 @@ GROUPED = {
 
 OUTPUTS = ("o_proj", "out_proj", "o", "dense", "c_proj", "out_lin", "Wo")
 """What layers call the projection of the output."""
+
+PLAIN = ("Conv1D", "FalconLinear")
+"""Classes of transformers whose forward is that of `nn.Linear`, written out."""
 
 
 class Affine(NamedTuple):
@@ -50,7 +54,7 @@ def projections_of(layer: nn.Module, config: Any) -> Projections:
         config: of the model, `model.config`.
 
     Raises:
-        ProblemError: projections of other names, or weights that are no floats (quantised).
+        ProblemError: projections of other names, with adapters, or with weights that are no floats (quantised).
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = GPT2Model(GPT2Config(vocab_size=7, n_positions=8, n_embd=12, n_layer=1, n_head=2))
@@ -81,7 +85,7 @@ def output_projection(layer: nn.Module, width: int | None = None) -> Affine | No
         width: the inputs that it must have, heads x v_dim; None takes any.
 
     Raises:
-        ProblemError: its weights are no floats (quantised).
+        ProblemError: it has an adapter, or its weights are no floats (quantised).
     """
     for name in OUTPUTS:
         found = getattr(layer, name, None)
@@ -96,7 +100,7 @@ def affine_of(projection: Any) -> Affine:
     """The weight and bias of an `nn.Linear` or a `Conv1D`.
 
     Raises:
-        ProblemError: it is neither, or its weights are no floats (quantised).
+        ProblemError: it is neither, or computes more than them (an adapter), or its weights are no floats (quantised).
     """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
@@ -104,6 +108,8 @@ def affine_of(projection: Any) -> Affine:
             f"a projection is {type(projection).__name__}, whose weight is no matrix of floats: load the model without "
             "quantisation."
         )
+    if type(projection).__name__ not in PLAIN and (reason := with_forward_of_its_own(projection)) is not None:
+        raise ProblemError(f"a projection {reason}")
     return Affine(weight.mT if _is_transposed(projection) else weight, projection.bias)
 
 

@@ -22,7 +22,16 @@ from regard.describe.position_table import check_positions
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
-from regard.nn.multi_head import beyond_linear, both, check_cache, check_flags, check_input, length_of
+from regard.nn.multi_head import (
+    beyond_linear,
+    both,
+    check_cache,
+    check_flags,
+    check_input,
+    check_observer,
+    length_of,
+    observed_mask,
+)
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import SpecModule, as_module
@@ -185,14 +194,16 @@ class LatentAttention(nn.Module):
 
         Raises:
             ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts where
-                k_up or v_up has an adapter or is quantised, or a `Rolling` cache with a rope: a `Rope` rotates the
-                first dimensions of a key, and here these are the latent.
+                k_up or v_up has an adapter or is quantised, a cache whose policy counts attention weights where the
+                module has a softcap, or a `Rolling` cache with a rope: a `Rope` rotates the first dimensions of a key,
+                and here these are the latent.
         """
         self._check(x)
         positions = check_positions(positions, x, rank=3)
         self._check_use(positions)
         self._check_cache(cache)
         self._check_absorbed(absorbed, cache)
+        check_observer(cache, softcap=self.softcap)
         q, entries = self._queries(x), self._entries(x)
         stored = 0 if cache is None else cache.tokens_seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
@@ -209,7 +220,7 @@ class LatentAttention(nn.Module):
             form = self._absorbed if absorbed else self._expanded
             out = form(q_nope, q_rope, keys, values, visible)
             if cache is not None and cache.evict is not None:
-                cache.observe(self._to_latents(q_nope, q_rope), visible, self._scale)
+                cache.observe(self._to_latents(q_nope, q_rope), observed_mask(visible, q, keys), self._scale)
         except BaseException:
             if cache is not None:
                 cache.crop(stored)  # so that the call can be made again

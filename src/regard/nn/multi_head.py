@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.cache import KVCache
+from regard.cache.query_observer import QueryObserver
+from regard.cache.store import CachedTensor
 from regard.describe.bias import Bias
 from regard.describe.heads import Heads
 from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Prefix
 from regard.describe.position import Absolute, Position, Rope
 from regard.describe.position_table import check_positions, end_of
-from regard.describe.score import Score
+from regard.describe.score import Dot, Score
 from regard.describe.spec import Spec
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
@@ -171,14 +174,17 @@ class MultiHeadAttention(nn.Module):
                 contains the whole context, pass `context[:, :0]`. A call that raises leaves the cache unchanged.
 
         Raises:
-            ProblemError: sizes that do not fit, positions without a use, or a `Rolling` cache whose rope is not the
-                module's.
+            ProblemError: sizes that do not fit, positions without a use, a `Rolling` cache whose rope is not the
+                module's, or a cache whose policy counts attention weights where the module has a bias, a softcap or a
+                score other than `Dot`.
         """
         self._check(x, context)
         positions = check_positions(positions, x, rank=3)
         self._check_use(positions, context)
         check_cache(cache)
         check_rolling(cache, None if self.position is None else self.position.spec)
+        score = None if self.score is None else self.score.spec
+        check_observer(cache, score=score, bias=self.bias or bias, softcap=self.softcap)
         stored = 0 if cache is None else cache.tokens_seen
         source = x if context is None else context
         q = self._split(self.q_proj(x), self.q_norm)
@@ -200,13 +206,13 @@ class MultiHeadAttention(nn.Module):
                 q, k, v,
                 mask=visible,
                 bias=both(add, self.bias, bias),
-                score=None if self.score is None else self.score.spec,
+                score=score,
                 scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
                 offset=None if context is None else 0 if isinstance(first, Tensor) else first,
                 backend=self.backend,
             )  # fmt: skip
             if cache is not None and cache.evict is not None:
-                cache.observe(q, visible, self.scale)
+                cache.observe(q, observed_mask(visible, q, k), self.scale)
         except BaseException:
             if cache is not None:
                 cache.crop(stored)  # so that the call can be made again
@@ -287,14 +293,21 @@ def beyond_linear(projection: nn.Module, *, with_hooks: bool = True) -> str | No
     Args:
         with_hooks: whether a forward hook is a reason, as it may change the output; most only look at it.
     """
-    if type(projection).forward is not nn.Linear.forward:
-        kind = type(projection).__name__
-        return f"is a {kind} with a forward of its own: merge the adapter first, or put an nn.Linear in its place"
+    if (reason := with_forward_of_its_own(projection)) is not None:
+        return reason
     if has_other_forward(projection):
         return "has a forward other than that of its class, which may change its output: delete that attribute first"
     if with_hooks and projection._forward_hooks:  # pyright: ignore[reportPrivateUsage]
         return "has a forward hook, which may change its output: remove the hook first"
     return None
+
+
+def with_forward_of_its_own(projection: nn.Module) -> str | None:
+    """Why the class of a projection may compute more than its weight and bias say; None for `nn.Linear`."""
+    if type(projection).forward is nn.Linear.forward:
+        return None
+    kind = type(projection).__name__
+    return f"is a {kind} with a forward of its own: merge the adapter first, or put an nn.Linear in its place"
 
 
 def has_other_forward(module: nn.Module) -> bool:
@@ -346,6 +359,26 @@ def check_rolling(cache: KVCache | None, rope: object) -> None:
         f"the cache is {cache.layout!r}, and the module's position is {rope!r}: the cache must rotate its sinks with "
         f"the module's rope, so Rolling(window={cache.layout.window}, sinks={cache.layout.sinks}, rope={rope!r})."
     )
+
+
+def check_observer(cache: KVCache | None, **options: object) -> None:
+    """Raise `ProblemError` if a policy counts attention weights from the queries, and these options change them.
+
+    A sink is no such option: the policy counts how the keys share the weight that the sink leaves.
+    """
+    if cache is None or cache.evict is None:
+        return
+    given = [name for name, value in options.items() if value is not None and not isinstance(value, Dot)]
+    if given and isinstance(cache.evict.start(), QueryObserver):
+        raise ProblemError(
+            f"the cache has {cache.evict!r}, which computes attention weights as softmax(scale * q . k), and here they "
+            f"have a {' and a '.join(given)}: take a policy that reads no queries, such as SinksAndRecent or Knorm."
+        )
+
+
+def observed_mask(visible: Mask | None, q: Tensor, keys: CachedTensor) -> Mask | None:
+    """The mask for `KVCache.observe`, where None is `Causal()`: here it hides nothing."""
+    return Prefix(keys.shape[2]) if visible is None and q.shape[2] > 1 else visible
 
 
 def _head_dim(d_model: int, heads: int, head_dim: int | None) -> int:

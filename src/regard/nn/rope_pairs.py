@@ -88,9 +88,11 @@ class RopePairs(Position):
 
     def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
         """[*positions.shape, groups, dim / 2, 2]."""
-        chosen = self.rope.frequencies(length)[torch.tensor(self.pairs, device="cpu")].to(positions.device)
+        # not `frequencies`, which expects a length of at least 1: positions may be negative, and tokens 0
+        frequencies = self.rope._frequencies(length, torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
+        chosen = frequencies[torch.tensor(self.pairs, device="cpu")].to(positions.device)
         angles = positions.double()[..., None, None] * chosen
-        return rotation_table(angles, self.rope.attention_factor(length), dtype, interleaved=True)
+        return rotation_table(angles, self.rope.attention_factor(), dtype, interleaved=True)
 
 
 def _is_choice(pairs: object) -> bool:

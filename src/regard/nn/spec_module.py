@@ -42,8 +42,9 @@ class SpecModule(nn.Module, Generic[W]):
     """A spec as a module: a tensor that requires gradients becomes a Parameter, every other tensor a buffer.
 
     The name of a tensor is the path of its fields, joined by `_`: `table`, `b_table`, or `tables_0` for the first of a
-    tuple. A tensor that occurs twice in the spec is registered once. Modules accept a `SpecModule` in place of a spec,
-    so that layers can share one, as T5's layers share their table.
+    tuple. Where another tensor or an attribute of modules has that name, `_` is added: `half_` for a field `half`. A
+    tensor that occurs twice in the spec is registered once. Modules accept a `SpecModule` in place of a spec, so that
+    layers can share one, as T5's layers share their table.
 
     Args:
         spec: any spec. Functions (`MaskFunction`) are stored unchanged: tensors inside them are not registered.
@@ -90,10 +91,10 @@ class SpecModule(nn.Module, Generic[W]):
         fields = zip(part._fields, part.parts(), strict=True)  # pyright: ignore[reportPrivateUsage]
         return _Template(type(part), tuple(self._template_of(p, prefix + field) for field, p in fields))
 
-    def _register(self, tensor: Tensor, name: str) -> _TensorName:
-        known = self._names.setdefault(id(tensor), name)
-        if known != name:
+    def _register(self, tensor: Tensor, path: str) -> _TensorName:
+        if (known := self._names.get(id(tensor))) is not None:
             return _TensorName(known)
+        name = self._names[id(tensor)] = self._free_name(path)
         if isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
         elif not tensor.requires_grad:
@@ -102,10 +103,17 @@ class SpecModule(nn.Module, Generic[W]):
             self.register_parameter(name, _parameter_of(tensor))
         else:
             raise ProblemError(
-                f"{name} was computed from other tensors, and a module trains only leaf tensors: pass tensor.detach() "
+                f"{path} was computed from other tensors, and a module trains only leaf tensors: pass tensor.detach() "
                 "to keep its values, or the tensor that it was computed from."
             )
         return _TensorName(name)
+
+    def _free_name(self, path: str) -> str:
+        """The path, with `_` added until neither a registered tensor nor an attribute of the module has that name."""
+        name, taken = path, {*dir(type(self)), *vars(self), *self._parameters, *self._buffers}
+        while name in taken:
+            name += "_"
+        return name
 
     def _build(self, part: Any) -> Any:
         if isinstance(part, _TensorName):

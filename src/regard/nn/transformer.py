@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,7 @@ from regard.nn.caches import Caches, caches_for, rollback_on_failure
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention, check_flags, check_input
 from regard.nn.norm import RMSNorm
+from regard.nn.shared_tensors import Shared, SharesTensors
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
 from regard.storage.codec import Codec
@@ -92,13 +93,7 @@ class Block(nn.Module):
         return x + change if self.skip else change
 
 
-def _share_tensors(first: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have the same tensors."""
-    a, b = (dict([*module.named_parameters(), *module.named_buffers()]) for module in (first, other))
-    return a.keys() == b.keys() and all(b[name] is tensor for name, tensor in a.items())
-
-
-class Encoder(nn.Module):
+class Encoder(SharesTensors):
     """Embeddings, blocks and a norm: tokens to vectors; every token sees every other unless a mask hides it.
 
     Embeddings are drawn from N(0, 1 / d_model) and multiplied by sqrt(d_model) (Vaswani et al. §3.4). Weights are drawn
@@ -139,6 +134,7 @@ class Encoder(nn.Module):
         if not (spec is None or isinstance(spec, Position | Bias)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"position is {position!r}: expected a Position or a Bias; a mask goes to mask=.")
         layers = whole(layers, "layers", "blocks", least=0)
+        context_dim = None if context_dim is None else whole(context_dim, "context_dim", "dimensions", least=1)
         is_absolute = isinstance(spec, Absolute)
         self.position: SpecModule[Absolute] | None = as_module(cast(Any, position)) if is_absolute else None
         rope = position if isinstance(spec, Position) and not is_absolute else None
@@ -155,46 +151,15 @@ class Encoder(nn.Module):
         own: Callable[..., Any] = partial(attention, d_model, heads, **options)
         across = partial(MultiHeadAttention, d_model, heads, kv_heads=kv_heads) if is_latent else own
         cross = partial(across, context_dim=context_dim, mask=None, position=None, bias=None)
-        made: Iterable[Any] = ((own(), cross() if context_dim else None) for _ in range(layers))
+        made: Iterable[Any] = ((own(), cross() if context_dim is not None else None) for _ in range(layers))
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
-        # during `load_state_dict`: pairs of biases, and the tensors that they shared before
-        self._shared: list[tuple[nn.Module, nn.Module, dict[str, Tensor | None]]] = []
-        self.register_load_state_dict_pre_hook(Encoder._before_load)
-        self.register_load_state_dict_post_hook(Encoder._after_load)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Convert or move the module; layers that shared the table of a bias before share it afterwards."""
-        shared = self._biases_that_share()
-        super()._apply(fn, recurse)
-        self._share_again(shared)
-        return self
-
-    def _before_load(self, *_: object) -> None:
-        """Note which layers share a table: loaded with `assign=True`, each would get one of its own."""
-        self._shared = [(*pair, {**pair[0]._parameters, **pair[0]._buffers}) for pair in self._biases_that_share()]
-
-    def _after_load(self, _: object) -> None:
-        """Share tables again, once the layers are loaded: that of a later layer where the state has it alone."""
-        for first, other, before in reversed(self._shared):
-            both: Any = (first._parameters, other._parameters), (first._buffers, other._buffers)
-            for own, theirs in both:
-                own.update({name: t for name, t in theirs.items() if own[name] is before[name]})
-        self._share_again((first, other) for first, other, _ in self._shared)
-        self._shared = []
-
-    def _share_again(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Give the second module of each pair the tensors of the first."""
-        for first, other in pairs:
-            other._parameters.update(first._parameters)
-            other._buffers.update(first._buffers)
-
-    def _biases_that_share(self) -> list[tuple[nn.Module, nn.Module]]:
-        """The biases of layers next to one another that have the same tensors, in pairs."""
+    def _shared_tensors(self) -> list[Shared]:
+        """The tables of the biases of layers next to one another."""
         biases = [getattr(getattr(block, "attention", None), "bias", None) for block in self.blocks]
-        of_layers = itertools.pairwise(bias for bias in biases if isinstance(bias, SpecModule))
-        return [pair for pair in of_layers if _share_tensors(*pair)]
+        return [Shared.of(*pair) for pair in itertools.pairwise(b for b in biases if isinstance(b, SpecModule))]
 
     def _draw(self, writes: int) -> None:
         nn.init.normal_(self.embedding.weight, std=self.d_model**-0.5)
@@ -224,7 +189,7 @@ class Encoder(nn.Module):
         return self.norm(x)
 
 
-class Decoder(nn.Module):
+class Decoder(SharesTensors):
     """A causal language model: tokens to logits of the next token.
 
     The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings; an untrained
@@ -258,6 +223,10 @@ class Decoder(nn.Module):
         if tied:
             self.unembedding.weight = self.body.embedding.weight
 
+    def _shared_tensors(self) -> list[Shared]:
+        """The weight of embeddings and unembeddings, if it is tied."""
+        return [Shared.of(self.body.embedding, self.unembedding)]
+
     @suggest_keywords
     def forward(
         self, tokens: Int[Tensor, "batch tokens"],
@@ -289,9 +258,10 @@ class Decoder(nn.Module):
         caches, generated = self.caches() if caches is None else caches, [tokens[:, :0]]
         for _ in range(count):
             logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
-            tokens = _drawn(logits, temperature, generator)
+            drawn = _drawn(logits, temperature, generator)
+            tokens = drawn if caches else torch.cat([tokens, drawn], dim=1)  # without blocks no cache counts tokens
             context = None if context is None else context[:, :0]  # the caches contain it after the first step
-            generated.append(tokens)
+            generated.append(drawn)
         return torch.cat(generated, dim=1)
 
 

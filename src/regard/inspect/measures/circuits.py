@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.inspect.measures.copying import Circuit, Vocabulary
 from regard.integrate import modules
-from regard.integrate.modules import attention_of
+from regard.integrate.modules import with_weights_of
 from regard.integrate.projections import projections_of
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
@@ -139,7 +139,7 @@ def _circuit(attention: Any, config: Any) -> Circuit:
     if isinstance(attention, MultiHeadAttention | LatentAttention):
         return circuit_of(attention)
     if config.model_type in modules.LATENT:
-        return circuit_of(attention_of(attention, config))
+        return circuit_of(with_weights_of(attention, config))
     found, heads = projections_of(attention, config), config.num_attention_heads
     w_o = found.o.weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
     return Circuit(found.v.weight.detach().unflatten(0, (-1, w_o.shape[1])), w_o)
