@@ -354,12 +354,86 @@ def test_states_of_linear_attention_do_not_go_back():
     assert cache.get_seq_length() == 13
 
 
-def test_states_of_a_convolution_go_back_where_they_were_recorded():
+def lfm2(layer_types: list[str]) -> Any:
     torch.manual_seed(3)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Lfm2Config(**sizes, **heads, layer_types=["full_attention", "conv"])
-    m, ids = use_regard(Lfm2ForCausalLM(config).eval()), prompt()
+    config = Lfm2Config(**sizes, **heads, num_hidden_layers=len(layer_types), layer_types=layer_types)
+    return use_regard(Lfm2ForCausalLM(config).eval())
+
+
+def fail_before(layer: int, m: Any, ids: Tensor, cache: Any) -> None:
+    """Make a call that fails before one of the model's layers."""
+
+    def stop(*_: object) -> None:
+        raise MemoryError
+
+    hook = m.model.layers[layer].register_forward_pre_hook(stop)
+    with pytest.raises(MemoryError):
+        m(ids, **with_cache(cache))
+    hook.remove()
+
+
+BETWEEN_STATES = [(["conv", "full_attention", "conv"], 1), (["full_attention", "conv", "conv"], 2)]
+
+
+@pytest.mark.parametrize("words", [{}, {"layout": Contiguous(30)}], ids=str)
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize(("layer_types", "layer"), BETWEEN_STATES)
+def test_a_call_that_failed_between_states_is_an_error_before_the_next(
+    layer_types: list[str], layer: int, new: int, words: dict[str, Any]
+):
+    m, ids = lfm2(layer_types), prompt()
+    cache, other = regard_cache(m, **words), regard_cache(m, **words)
+    with torch.no_grad():
+        m(ids[:, :9], **with_cache(cache))
+        fail_before(layer, m, ids[:, 9 : 9 + new], cache)
+        with pytest.raises(ProblemError, match=r"the states of layers (0|1) of .* contain its tokens.*Start anew"):
+            m(ids[:, 9:], **with_cache(copy.deepcopy(cache)))
+        with pytest.raises(ProblemError, match="states"):
+            m(ids[:, 9:], **with_cache(cache))
+        cache.reset()
+        assert torch.equal(m(ids, **with_cache(cache)).logits, m(ids, **with_cache(other)).logits)
+
+
+def test_after_a_failed_call_states_that_do_not_go_back_leave_reset_alone():
+    m, ids = lfm2(["conv", "full_attention", "conv", "full_attention"]), prompt()
+    cache = regard_cache(m)
+    with torch.no_grad():
+        m(ids[:, :9], **with_cache(cache))
+        fail_before(2, m, ids[:, 9:11], cache)
+        with pytest.raises(ProblemError, match=r"have 11 tokens and others 9.*cannot be removed: start anew"):
+            m(ids[:, 9:], **with_cache(cache))
+
+
+@pytest.mark.parametrize("layer_types", [["full_attention"] * 2 + ["conv"], ["conv", "full_attention"] * 2], ids=str)
+def test_of_recorded_states_only_those_that_a_failed_call_reached_go_back(layer_types: list[str]):
+    m, ids = lfm2(layer_types), prompt()
+    cache, expected = regard_cache(m), regard_cache(m)
+    with torch.no_grad():
+        for one in (cache, expected):
+            one.activate_past_recording()
+            m(ids[:, :9], **with_cache(one))
+        fail_before(len(layer_types) // 2, m, ids[:, 9:11], cache)
+        with pytest.raises(ProblemError, match=r"have 11 tokens and others 9.*Remove its tokens, crop\(-2\), or"):
+            m(ids[:, 9:], **with_cache(cache))
+        cache.crop(-2)
+        assert torch.equal(m(ids[:, 9:], **with_cache(cache)).logits, m(ids[:, 9:], **with_cache(expected)).logits)
+
+
+def test_recorded_states_alone_do_not_tell_how_many_tokens_a_failed_call_had():
+    m, ids = lfm2(["conv", "full_attention", "conv"]), prompt()
+    cache = regard_cache(m)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        m(ids[:, :9], **with_cache(cache))
+        fail_before(1, m, ids[:, 9:11], cache)
+        with pytest.raises(ProblemError, match=r"the states of layers 0 of .* contain its tokens"):
+            cache.crop(-2)
+
+
+def test_states_of_a_convolution_go_back_where_they_were_recorded():
+    m, ids = lfm2(["full_attention", "conv"]), prompt()
     cache, recording = regard_cache(m), regard_cache(m)
     recording.activate_past_recording()
     with torch.no_grad():

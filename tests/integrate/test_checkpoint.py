@@ -203,6 +203,12 @@ def more_layers_than_weights(path: Path, saved: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+def weights_of_other_sizes(path: Path, saved: Path) -> None:
+    no_tokenizer(path, saved)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 8}))
+
+
 def unknown_architecture(path: Path, saved: Path) -> None:
     (path / "config.json").write_text('{"model_type": "abacus"}')
 
@@ -219,6 +225,7 @@ def broken_config(path: Path, saved: Path) -> None:
         (no_tokenizer, "it has no tokenizer that can be loaded"),
         (cut_weights, "its weights cannot be loaded: Error while deserializing header"),
         (more_layers_than_weights, "lacks 9 of the weights of LlamaForCausalLM, model.layers.2."),
+        (weights_of_other_sizes, "down_proj.weight is [32, 48], and its config.json expects [32, 56]"),
         (unknown_architecture, "its config.json cannot be read: The checkpoint you are trying to load has model type"),
         (broken_config, "its config.json cannot be read: It looks like the config file at"),
     ],
@@ -238,6 +245,7 @@ def test_a_directory_that_is_no_model_says_why(tmp_path: Path, saved: Path, arra
     [
         ("", "the name of the model is empty"),
         ("./checkpoints/mine", "there is no directory ./checkpoints/mine"),
+        ("~nobody-of-this-name/mine", "there is no directory ~nobody-of-this-name/mine"),
         ("a/b/c", "there is no directory a/b/c"),
         ("a name!", "'a name!' is neither a directory nor the name of a model"),
         (__file__, "is a file: give the directory of a model"),

@@ -1,5 +1,7 @@
 """Models with regard's attention give what they give with transformers' eager attention."""
 
+import copy
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertLMHeadModel,
     BertModel,
     CLIPVisionConfig,
     DynamicCache,
@@ -32,6 +35,7 @@ from regard import Causal, ProblemError, RefusalError
 from regard.calls import Call, observe_calls
 from regard.integrate.attention_function import attention
 from regard.integrate.continuous import continuous_batching
+from regard.integrate.implementation import attends_by_itself
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import check_model, register, use_regard
@@ -360,6 +364,21 @@ def test_weights_are_given_when_asked_for(name: str):
     assert close(ours, eager)
 
 
+def test_weights_sum_to_1_in_a_model_that_applies_its_sink_to_the_output():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "sliding_window": 5, "bos_token_id": 1}
+    file = pytest.importorskip("transformers.models.granite_swa")
+    m = file.GraniteSWAForCausalLM(file.GraniteSWAConfig(**sizes, eos_token_id=2)).eval()
+    for layer in m.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    m.set_attn_implementation("eager")
+    with torch.no_grad():
+        ids = tokens()
+        eager, ours = m(ids, output_attentions=True), use_regard(m)(ids, output_attentions=True)
+    assert close(ours.logits, eager.logits)
+    assert all(close(a, b) for a, b in zip(ours.attentions, eager.attentions, strict=True))
+
+
 def test_whoever_watches_sees_a_call_once_though_weights_are_asked_for():
     assert len(calls_of("llama", tokens(), output_attentions=True)) == 2
 
@@ -371,6 +390,29 @@ def test_whoever_watches_sees_a_call_once_though_weights_are_asked_for():
 def test_a_model_that_attends_by_itself_is_refused(name: str):
     with pytest.raises(ProblemError, match="never asks transformers' AttentionInterface"):
         use_regard(model(name))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_the_name_is_refused_where_a_model_that_attends_by_itself_makes_a_mask(name: str):
+    register()
+    made = type(model(name))._from_config(copy.deepcopy(model(name).config), attn_implementation="regard")
+    for run in (made, torch.compile(made, backend="eager")):
+        said = r'"regard" with \w+Config: models of this kind compute attention'
+        with torch.no_grad(), pytest.raises(ProblemError, match=said):
+            run(tokens())
+
+
+def test_a_model_that_only_prepares_the_masks_of_another_is_not_taken_for_one_that_attends_by_itself():
+    importlib.import_module("transformers.models.paligemma.modeling_paligemma")
+    assert not attends_by_itself("transformers.models.paligemma.configuration_paligemma")
+
+
+def test_the_files_of_a_users_model_are_not_judged_by_their_names(monkeypatch: pytest.MonkeyPatch):
+    """`use_regard` looks at its classes."""
+    file = ModuleType("mine.modeling_mine")
+    cast(Any, file).MyAttention = type("MyAttention", (nn.Module,), {"__module__": "mine.modeling_mine"})
+    monkeypatch.setitem(sys.modules, "mine.modeling_mine", file)
+    assert not attends_by_itself("mine.configuration_mine")
 
 
 def test_a_model_without_source_files_is_checked_all_the_same():
@@ -538,7 +580,23 @@ def test_one_set_of_learned_queries_serves_every_row():
 def test_a_mask_for_other_keys_is_a_problem():
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(ProblemError, match="for 3 queries and 5 keys, and Plain has 3 and 3"):
-        attention(Plain(), q, q, q, LayerMask(None, (1, 1, 3, 5), 2, "cpu"))
+        attention(Plain(), q, q, q, LayerMask(Causal(), (1, 1, 3, 5), 2, "cpu"))
+
+
+def test_an_encoder_with_a_cache_sees_all_keys_in_it():
+    """transformers makes a mask of an encoder for the new tokens alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    m, ids = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, **sizes)).eval(), tokens()
+
+    def run(name: str) -> Tensor:
+        m.set_attn_implementation(name)
+        cache = DynamicCache(config=m.config)
+        with torch.no_grad():
+            m(ids[:, :6], use_cache=True, **with_cache(cache))
+            return m(ids[:, 6:], use_cache=True, **with_cache(cache)).logits
+
+    register()
+    assert close(run("regard"), run("eager"))
 
 
 def test_a_mask_for_one_key_stands_for_all_of_them():

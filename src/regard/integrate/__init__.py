@@ -44,3 +44,7 @@ def __getattr__(name: str) -> Any:
         raise ModuleNotFoundError(
             f"{name} needs transformers, which is not installed: pip install 'regard[models]'.", name=error.name
         ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

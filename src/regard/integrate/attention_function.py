@@ -26,7 +26,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import EvictingLayer, Pending, latest, take_latest
 from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
-from regard.integrate.implementation import WITHOUT_EFFECT, check_keywords, sink_of
+from regard.integrate.implementation import SINK_BESIDE_WEIGHTS, WITHOUT_EFFECT, check_keywords, sink_of
 from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, sizes_of
 from regard.integrate.layer_call import run_layer
 from regard.integrate.layer_mask import LayerMask
@@ -172,7 +172,7 @@ def _mask_of(
     """(mask, bias, position of the first query) of what transformers passes as the mask."""
     if isinstance(given, LayerMask):
         rows, columns = given.shape[2:]
-        if (rows, columns) == (queries, keys):
+        if given.mask is None or (rows, columns) == (queries, keys):  # None: of an encoder, however many keys it has
             return given.mask, None, given.offset_tensor if torch.compiler.is_compiling() else given.offset
         if rows in (1, queries) and columns in (1, keys):  # MiniMax's mask of one key broadcasts, as a tensor would
             return TensorMask(given.dense()), None, 0
@@ -204,6 +204,8 @@ def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
 def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, Any]) -> Tensor:
     """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
     k = expanded(module, key)[0] if isinstance(key, Latents | SplitLatents) else dense(key)
+    if getattr(getattr(module, "config", None), "model_type", None) in SINK_BESIDE_WEIGHTS:
+        options = options | {"sink": None}
     units = torch.eye(k.shape[2], dtype=query.dtype, device=query.device).expand(*k.shape[:2], -1, -1)
     if torch.compiler.is_compiling():
         return attend(query, k, units, **options)

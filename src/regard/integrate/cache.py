@@ -65,8 +65,9 @@ def regard_cache(
         layout: how tokens are stored: `Contiguous` (None), `Rolling`, `Paged`. `Contiguous(capacity=n)` without a codec
             has fixed shapes, as `torch.compile` needs them. `Rolling(window)` uses the model's `Rope`.
         codec: how elements are stored: `Int8`, `Int4`, `Fp8` or a float dtype; None: as they come.
-        evict: an eviction policy (`regard.cache.evict`). Each layer evicts as soon as its attention has read a prompt,
-            or a chunk of one, so that one layer at a time holds it whole. `ExpectedAttention` uses the model's `Rope`,
+        evict: an eviction policy (`regard.cache.evict`); those that read queries compute weights without a softcap.
+            Each layer evicts as soon as its attention has read a prompt, or a chunk of one, so that one layer at a time
+            holds it whole. `ExpectedAttention` uses the model's `Rope`,
             if there is one. A list has one policy for each layer, None for layers that keep all, for layers with a
             sliding window, which keep that, and for cross-attention.
         offload: whether layers wait in the memory of the CPU while others compute on a GPU.
@@ -195,6 +196,28 @@ class RegardCache(DynamicCache):
             check_form(layer, key_states, value_states)
         return layer.update(key_states, value_states, *args, **kwargs)
 
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The state of a convolution, into which a step of one token is written in place."""
+        cast(Any, self.layers[layer_idx]).is_reached = True
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The state of linear attention, into which a step of one token is written in place."""
+        cast(Any, self.layers[layer_idx]).is_reached = True
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Update the state of a convolution."""
+        state = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        cast(Any, self.layers[layer_idx]).is_reached = True
+        return state
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Update the state of linear attention."""
+        state = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        cast(Any, self.layers[layer_idx]).is_reached = True
+        return state
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys that the next update of a layer returns, position of the first of them)."""
         for layer in self.layers:
@@ -202,12 +225,16 @@ class RegardCache(DynamicCache):
                 layer.prepare_pass()
         if not torch.compiler.is_compiling():
             self._check_lengths()
+            self._check_reached()
+            for layer in self._with_state().values():
+                layer.is_reached = False  # a pass begins
         return super().get_mask_sizes(query_length, layer_idx)
 
     def reset(self) -> None:
         """Forget all tokens. The next text may be a batch of another size, unless memory has a fixed size."""
         details = layers_of(self.decoder.config)[1]
         for index, layer in enumerate(cast("list[Any]", self.layers)):
+            layer.is_reached = False
             if isinstance(layer, StoredLayer) or self.options.capacity is not None:
                 layer.reset()
                 continue
@@ -227,16 +254,10 @@ class RegardCache(DynamicCache):
             ProblemError: a layer no longer keeps the tokens that the next one would look back on, or its state, as of
                 linear attention, does not go back; no layer is changed.
         """
-        attending, lengths = self._attending(), self._lengths()
-        left = max(lengths.values(), default=0) + tokens_to_remove
-        removed = {i: tokens_to_remove if tokens_to_remove > 0 else min(left - n, 0) for i, n in lengths.items()}
-        for i, layer in attending.items():
-            layer.check_crop(removed[i])
-        if not tokens_to_remove or (attending and not any(lengths.values())):
-            return  # there is nothing to remove
-        self._check_states(tokens_to_remove)
-        for i, layer in enumerate(cast("list[Any]", self.layers)):
-            layer.crop(removed.get(i, tokens_to_remove))
+        for i, removed in self._check_crop(tokens_to_remove).items():
+            layer = cast(Any, self.layers[i])
+            layer.crop(removed)
+            layer.is_reached = False
 
     def activate_past_recording(self) -> None:
         """Prepare for drafts that may be rejected, as assisted decoding does.
@@ -280,6 +301,45 @@ class RegardCache(DynamicCache):
             lengths |= dict(zip(waiting, read, strict=True))
         return lengths
 
+    def _with_state(self) -> dict[int, Any]:
+        """The layers that keep a state of all tokens, as of linear attention; each knows if a pass has reached it."""
+        return {i: layer for i, layer in enumerate(self.layers) if hasattr(layer, "update_conv_state")}
+
+    def _check_crop(self, tokens_to_remove: int) -> dict[int, int]:
+        """How many tokens `crop` removes of each layer, as negative numbers; empty: it changes nothing.
+
+        Raises:
+            ProblemError: see `crop`.
+        """
+        attending, lengths = self._attending(), self._lengths()
+        most, least = max(lengths.values(), default=0), min(lengths.values(), default=0)
+        counts = dict.fromkeys(range(len(self.layers)), most) | lengths
+        counts |= {i: most if layer.is_reached else least for i, layer in self._with_state().items()}
+        left = most + tokens_to_remove
+        removed = {i: tokens_to_remove if tokens_to_remove > 0 else min(left - n, 0) for i, n in counts.items()}
+        for i, layer in attending.items():
+            layer.check_crop(removed[i])
+        if not tokens_to_remove or (attending and not most):
+            return {}  # there is nothing to remove
+        self._check_states(tokens_to_remove)
+        if most == least:  # else the lengths say how many tokens the failed call had
+            self._check_reached()
+        return removed
+
+    def _check_reached(self) -> None:
+        """Raise `ProblemError` if a call has changed some states and not others, as one that failed leaves them.
+
+        All lengths are equal where it failed before the first layer of attention, or after the last.
+        """
+        layers = self._with_state()
+        reached = [i for i, layer in layers.items() if layer.is_reached]
+        if 0 < len(reached) < len(layers):
+            raise ProblemError(
+                f"a call of the model failed between layers: the states of layers {ranges(reached)} of {self!r} "
+                f"contain its tokens, and those of {ranges([i for i in layers if i not in reached])} do not. Start "
+                "anew, with reset()."
+            )
+
     def _check_lengths(self) -> None:
         """Raise `ProblemError` if the first layers have tokens of a call that the last lack, as one that failed leaves.
 
@@ -291,10 +351,14 @@ class RegardCache(DynamicCache):
             return
         lengths = self._lengths()
         most, least = max(lengths.values()), min(lengths.values())
+        try:
+            self._check_crop(least - most)
+            advice = f"Remove its tokens, crop({least - most}), or call reset()"
+        except ProblemError:
+            advice = "Its tokens cannot be removed: start anew, with reset()"
         raise ProblemError(
             f"layers {ranges([i for i, n in lengths.items() if n == most])} of {self!r} have {most} tokens and "
-            f"others {least}: a call of the model failed between them. Remove its tokens, crop({least - most}), or "
-            "call reset()."
+            f"others {least}: a call of the model failed between them. {advice}."
         )
 
     def _check_states(self, tokens_to_remove: int) -> None:
@@ -314,6 +378,7 @@ class RegardCache(DynamicCache):
     def _new(self, index: int, options: CacheOptions, kind: str, details: dict[str, Any]) -> Any:
         """The cache of a layer, marked as that layer's."""
         layer = self._layer(index, options, kind, details)
+        layer.is_reached = False  # by the current pass: of a layer with a state
         layer.made_for = index  # a model that runs layers again appends copies of theirs (Dory)
         layer.is_shared = bool(getattr(self.decoder.config, "num_kv_shared_layers", None))
         return layer

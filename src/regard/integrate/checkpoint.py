@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from regard.errors import ProblemError
+from regard.folders import expanded
 from regard.integrate.model_folder import check_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -120,7 +121,7 @@ def _config_here(name: str | None) -> Any:
         from regard.integrate import smollm2
 
         return smollm2.config()
-    here = Path(name).expanduser()
+    here = expanded(name)
     place = str(here) if (here / "config.json").is_file() else _cached_folder(name) if name.strip() else None
     return None if place is None else AutoConfig.from_pretrained(place)
 
@@ -132,7 +133,7 @@ def folder_of(name: str | None) -> Path | None:
         return None if package is None or package.origin is None else Path(package.origin).parent
     if not name.strip():
         return None
-    if (here := Path(name).expanduser()).is_dir():
+    if (here := expanded(name)).is_dir():
         return here
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
@@ -152,7 +153,7 @@ def _check_installed(package: str) -> None:
 
 def _loaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     check_name(name)
-    if (path := Path(name).expanduser()).exists():
+    if (path := expanded(name)).exists():
         return _from_pretrained(str(path), str(path), dtype)
     cached = _cached_folder(name)
     if cached is None:
@@ -215,7 +216,10 @@ def _from_pretrained(place: str, name: str, dtype: torch.dtype) -> tuple[Any, An
         config: Any = AutoConfig.from_pretrained(place)
     kind = _kind(config, name)
     with _one_line(f"{name}: its weights cannot be loaded"):
-        model, info = kind.from_pretrained(place, config=config, dtype=dtype, output_loading_info=True)
+        model, info = kind.from_pretrained(
+            place, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    _check_shapes(info, name)
     lacking = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # a pooler comes after all attention
     if lacking:
         made, first = type(model).__name__, lacking[0]
@@ -226,6 +230,17 @@ def _from_pretrained(place: str, name: str, dtype: torch.dtype) -> tuple[Any, An
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
     model.config.name_or_path = name
     return model.eval(), tokenizer
+
+
+def _check_shapes(info: dict[str, Any], name: str) -> None:
+    """Raise `ProblemError` for weights of other shapes than those of the config, which transformers draws at random."""
+    unlike = sorted(info["mismatched_keys"])
+    if unlike:
+        key, stored, expected = unlike[0]
+        raise ProblemError(
+            f"{name}: {key} is {list(stored)}, and its config.json expects {list(expected)}"
+            f"{f' (and {len(unlike) - 1} others)' if len(unlike) > 1 else ''}: take the config.json of these weights."
+        )
 
 
 def _kind(config: Any, name: str) -> Any:

@@ -41,6 +41,9 @@ UNSUPPORTED = {
 }
 """Keywords that change the result: refused, never ignored, by an attention function that has no such parameter."""
 
+SINK_BESIDE_WEIGHTS = frozenset({"granite_swa", "granitemoe_swa"})
+"""Models whose eager attention applies the sink to its output, and returns weights that sum to 1."""
+
 if usual_name() == "cache":
     WITHOUT_EFFECT["cache"] = WITHOUT_EFFECT["use_cache"]
 else:
@@ -103,6 +106,25 @@ def names_in_forward(kind: type[nn.Module]) -> tuple[set[str], set[str]]:
                 keywords |= {name for name in each if isinstance(name, str)}
         names |= set() if code is None else set(code.co_names)
     return names, keywords
+
+
+@torch.compiler.assume_constant_result
+def attends_by_itself(config_file: str) -> bool:
+    """Whether the file of one of transformers' models has attention classes, and none from a file with the interface.
+
+    False for the model of a user, whose files may be laid out in any way.
+
+    Args:
+        config_file: the module of the config's class, such as `transformers.models.mpt.configuration_mpt`.
+    """
+    folder, _, name = config_file.rpartition("configuration_")
+    is_known = folder.startswith("transformers.models.")
+    file = vars(sys.modules[found]) if is_known and (found := f"{folder}modeling_{name}") in sys.modules else {}
+    if INTERFACE in file:  # of most models
+        return False
+    kinds = [x for x in file.values() if isinstance(x, type) and issubclass(x, nn.Module) and "Attention" in x.__name__]
+    files = {sys.modules.get(base.__module__) for kind in kinds for base in kind.__mro__}  # of bases as well
+    return bool(kinds) and not any(INTERFACE in vars(each) for each in files if each is not None)
 
 
 def sink_of(logits: Tensor | None) -> Tensor | None:

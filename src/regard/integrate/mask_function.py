@@ -22,6 +22,7 @@ from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import latest
+from regard.integrate.implementation import attends_by_itself
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
 
@@ -61,13 +62,20 @@ def mask(
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
 
     Raises:
-        ProblemError: an attention mask that is not [batch, tokens]. One of four dimensions does not come here.
+        ProblemError: an attention mask that is not [batch, tokens], where one of four dimensions does not come here; or
+            a model that computes attention by itself, and would read the mask in another way.
         RefusalError: in `sharded_masks`, for a model that computes with its masks.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ProblemError(
             f"attention_mask is {list(attention_mask.shape)}: expected [batch, tokens], or four dimensions, [batch, "
             "heads, queries, keys]."
+        )
+    if attends_by_itself(type(config).__module__):
+        raise ProblemError(
+            f'attn_implementation="regard" with {type(config).__name__}: models of this kind compute attention in '
+            "their own file and never ask transformers' AttentionInterface. Make the model without this argument; if "
+            "it is a part of another model, call use_regard(model) with the whole."
         )
     make = None
     if not is_compiling():  # dynamo cannot trace these

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from regard.errors import ProblemError
+from regard.folders import expanded
 
 SMOLLM2 = (30, 9)
 """Layers and query heads of SmolLM2-135M-Instruct, the default model."""
@@ -16,7 +17,7 @@ def check_name(name: str | None) -> None:
         return
     if not name.strip():
         raise ProblemError("the name of the model is empty: give a directory or a model id.")
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists():
         _check_folder(path)
     elif name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
@@ -40,7 +41,7 @@ def sizes_of(name: str | None) -> tuple[int, int] | None:
     if name is None:
         return SMOLLM2
     try:
-        config: Any = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config: Any = json.loads((expanded(name) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):
