@@ -9,7 +9,7 @@ from rich.console import Console
 
 from regard.cli import heads_table
 from regard.cli.main import main
-from regard.inspect.surveying.closeup import strongest
+from regard.inspect.surveying.closeup import OTHER_WEIGHTS, strongest
 from regard.inspect.surveying.kinds import DEFINITIONS, Estimate, Head
 from tests.cli.surveyed import Surveyed, without_stages
 from tests.inspect.reports import report
@@ -248,8 +248,54 @@ def test_a_head_in_detail_has_every_score_its_meaning_and_its_strongest_pairs(ca
 def test_a_head_whose_weights_were_not_kept_says_so(capsys):
     from regard.cli import survey_view
 
-    survey_view.show(report(), top=0, heads=[(1, 1)])
-    assert "No close-up: the mask or the bias of this head is not one run of keys per row." in capsys.readouterr().out
+    made = replace(report(), missing_close_ups={(1, 1): OTHER_WEIGHTS})
+    survey_view.show(made, top=0, heads=[(1, 1), (0, 1)])
+    out = capsys.readouterr().out
+    assert f"No close-up: {OTHER_WEIGHTS}." in out
+    assert "No close-up: none was asked for." in out
+
+
+def test_chance_is_a_range_where_layers_have_other_masks(capsys):
+    from regard.cli import survey_view
+
+    made = report()
+    windowed = [replace(h, scores={**h.scores, "sink": Estimate(0.5, 0.5 * (h.layer == 1))}) for h in made.heads]
+    survey_view.show(replace(made, heads=tuple(windowed)), top=12)
+    lines = capsys.readouterr().out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.split()[:4] == ["head", "kind", "sure", "sink"])
+    column = lines[at].index("sink")
+    assert [line[column:].split("  ")[0] for line in lines[at + 1 : at + 3]] == ["0.000", "to 0.500"]
+    shown = [head for head in windowed if head.layer != 1]
+    survey_view.show(replace(made, heads=tuple(shown)), top=len(shown))
+    assert "to 0." not in capsys.readouterr().out
+
+
+def test_columns_with_ranges_of_chance_fit_the_terminal():
+    made = report()
+    heads = [replace(h, scores={"entropy": Estimate(0.5, 10.0 + h.layer)}) for h in made.heads]
+    printed = io.StringIO()
+    console = Console(file=printed, width=72, force_terminal=True, color_system=None)
+    for measures in (("entropy",) * 3, ("sink", "entropy", "entropy")):
+        console.print(heads_table.table(heads, heads_table.fitting(heads, measures, 72), console))
+    assert max(map(len, printed.getvalue().splitlines())) <= 72
+    assert "to 12.000" in printed.getvalue()
+
+
+def test_what_is_compared_with_eager_is_named(capsys):
+    from regard.cli import survey_view
+
+    made = report()
+    survey_view.show(replace(made, run=replace(made.run, eager_output="hidden states")), top=0)
+    assert "hidden states at most 2.0e-05 from transformers' eager attention" in capsys.readouterr().out
+
+
+def test_spaces_and_joiners_of_other_languages_are_shown_as_they_are():
+    from regard.cli.survey_view import visible
+
+    text = "« Où ? »\u00a0100\u202f000 東京\u3000大阪 می\u200cخواهم 👩\u200d👧 soft\u00adhyphen"
+    assert visible(text) == text
+    assert visible("\x00\x7f\x9b\ud800\ue000\u0378") == "␀" + 5 * "\ufffd"
+    assert visible("\u202aa\u202eb\u2066c\u2069\u2028") == "\ufffda\ufffdb\ufffdc\ufffd\ufffd"
 
 
 def test_what_ablation_cost_is_told_with_its_caveat(capsys):

@@ -95,23 +95,26 @@ def _where(share: SinkShare) -> str:
     return f": {where}" if where else ""
 
 
-def fitting(measures: Sequence[str], width: int) -> tuple[str, ...]:
+def fitting(heads: Sequence[Head], measures: Sequence[str], width: int) -> tuple[str, ...]:
     """The first measures whose columns fit into a table of `width` characters; at least one."""
-    columns = [_column(measure, 0) + 2 for measure in measures]
+    columns = [_column(heads, measure, 0) + 2 for measure in measures]
     fits = [n for n in range(1, len(columns) + 1) if LEFT + sum(columns[:n]) - 2 <= width]
     return tuple(measures[: max(fits, default=1)])
 
 
 def table(heads: Sequence[Head], measures: Sequence[str], console: Console) -> Table:
-    """One row per head. In a terminal every score has a bar. Below each name: the score of uniform attention."""
-    bar = _bar(measures, console.width) if console.is_terminal and has_bars(console) else 0
+    """One row per head. In a terminal every score has a bar. Below each name: the score of uniform attention.
+
+    Layers with other masks have other chance values: the least and the greatest are shown then.
+    """
+    bar = _bar(heads, measures, console.width) if console.is_terminal and has_bars(console) else 0
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    made.add_column("head\n", no_wrap=True)
-    made.add_column("kind\nchance", no_wrap=True)
-    made.add_column("sure\n", justify="right", no_wrap=True)
-    for measure in measures:
-        chance = next((head.score(measure).chance for head in heads if head.score(measure).chance is not None), None)
-        made.add_column(f"{measure}\n{number(chance)} {own_unit(measure)}", no_wrap=True)
+    head_name, kind, sure, *scores = _headers(heads, measures)
+    made.add_column(head_name, no_wrap=True)
+    made.add_column(kind, no_wrap=True)
+    made.add_column(sure, justify="right", no_wrap=True)
+    for header in scores:
+        made.add_column(header, no_wrap=True)
     for head in heads:
         cells = [_score(head.score(measure), measure, bar) for measure in measures]
         kind = Text(head.kind, COLOURS.get(head.kind, ""))
@@ -119,16 +122,35 @@ def table(heads: Sequence[Head], measures: Sequence[str], console: Console) -> T
     return made
 
 
-def _bar(measures: Sequence[str], width: int) -> int:
+def _headers(heads: Sequence[Head], measures: Sequence[str]) -> list[str]:
+    """The names of the columns, all of as many lines: rich aligns others at the bottom."""
+    names = [["head"], ["kind", "chance"], ["sure"], *([measure, *_chances(heads, measure)] for measure in measures)]
+    most = max(map(len, names))
+    return ["\n".join(lines + [""] * (most - len(lines))) for lines in names]
+
+
+def _chances(heads: Sequence[Head], measure: str) -> list[str]:
+    """The chance value of a measure in a line, or its range over the heads in two.
+
+    >>> _chances([Head(0, 0, 0, {"sink": Estimate(0.9, 0.25)}), Head(1, 0, 0, {"sink": Estimate(0.9, 0.5)})], "sink")
+    ['0.250 ', 'to 0.500']
+    """
+    chances = [chance for head in heads if (chance := head.score(measure).chance) is not None]
+    least, greatest = number(min(chances, default=None)), number(max(chances, default=None))
+    return [f"{least} {own_unit(measure)}", *([f"to {greatest}"] if greatest != least else [])]
+
+
+def _bar(heads: Sequence[Head], measures: Sequence[str], width: int) -> int:
     """The length of the bars: as long as the table fits, and 0 where they would be too short to read."""
-    fits = [b for b in range(4, 13) if LEFT + sum(_column(measure, b + 1) + 2 for measure in measures) - 2 <= width]
-    return max(fits, default=0)
+    widths = {bar: sum(_column(heads, measure, bar + 1) + 2 for measure in measures) for bar in range(4, 13)}
+    return max((bar for bar, columns in widths.items() if LEFT + columns - 2 <= width), default=0)
 
 
-def _column(measure: str, more: int) -> int:
+def _column(heads: Sequence[Head], measure: str, more: int) -> int:
     """The width of a column whose cells have `more` characters beside the number."""
     unit = own_unit(measure)
-    return max(len(measure), 5 + more, len(f"12.345 {unit}") if unit else 0)
+    chances = max(len(line.rstrip()) for line in _chances(heads, measure))
+    return max(len(measure), 5 + more, len(f"12.345 {unit}") if unit else 0, chances)
 
 
 def own_unit(measure: str) -> str:
@@ -224,7 +246,8 @@ def _formulas(report: Report, head: Head) -> Iterator[Text]:
 def _pairs(report: Report, head: Head) -> Iterator[Text | Table]:
     close = next((close for close in report.close_ups if (close.layer, close.head) == (head.layer, head.head)), None)
     if close is None:
-        yield Text("  No close-up: the mask or the bias of this head is not one run of keys per row.", "dim")
+        reason = report.missing_close_ups.get((head.layer, head.head), "none was asked for")
+        yield Text(f"  No close-up: {reason}.", "dim")
         return
     pairs = strongest(close, PAIRS)
     if not pairs:

@@ -5,6 +5,7 @@ In a terminal the scores have bars; a pipe or a file gets plain columns with the
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from unicodedata import category
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -21,6 +22,12 @@ SHOWN = 240
 
 WORD = 40
 """Characters of the longest word that is left out where its beginning is missing."""
+
+CONTROLS = ("Cc", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode's categories of control characters, surrogates, characters without a sign, and line separators."""
+
+DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that reverse the order of the text after them."""
 
 UNLIMITED = 1_000_000
 """Characters of a line in a pipe or a file: tables are as wide as their columns, and nothing is cut."""
@@ -128,7 +135,7 @@ def _rate(speed: float | None) -> str:
 def _difference(run: RunInfo) -> str:
     if run.eager_difference is None:
         return "not compared"
-    return f"logits at most {run.eager_difference:.1e} from transformers' eager attention"
+    return f"{run.eager_output} at most {run.eager_difference:.1e} from transformers' eager attention"
 
 
 def _text(report: Report, *, plain: bool) -> RenderableType:
@@ -150,12 +157,17 @@ def _from_a_word(text: str) -> str:
 def visible(text: str) -> str:
     r"""The text with control characters made visible, except line breaks.
 
-    >>> visible("a\x1b[31mb\n")
-    'a␛[31mb\n'
+    Spaces of other widths, joiners and soft hyphens are text.
+
+    >>> visible("a\x1b[31mb\n"), visible("100\u202fm\u202e")
+    ('a␛[31mb\n', '100\u202fm\ufffd')
     """
-    return "".join(
-        character if character == "\n" or character.isprintable() else _picture(character) for character in text
-    )
+    return "".join(_picture(character) if _is_control(character) else character for character in text)
+
+
+def _is_control(character: str) -> bool:
+    """Whether a terminal may obey the character, or have no sign for it; not a line break."""
+    return character != "\n" and (category(character) in CONTROLS or character in DIRECTIONS)
 
 
 def _picture(control: str) -> str:
@@ -174,7 +186,7 @@ def _heads(report: Report, top: int, measures: Sequence[str] | None, console: Co
     shown += ("delta_loss",) if report.ablations is not None and "delta_loss" not in shown else ()
     yield ""
     yield Text(f"The {top} most remarkable:" if top < len(report.heads) else "Most remarkable first:")
-    fits = heads_table.fitting(shown, console.width) if console.is_terminal else shown
+    fits = heads_table.fitting(report.heads[:top], shown, console.width) if console.is_terminal else shown
     yield heads_table.table(report.heads[:top], fits, console)
     yield ""
     yield heads_table.legend(fits, sure=any(head.sure is not None for head in report.heads))

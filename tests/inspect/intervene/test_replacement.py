@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated
 from regard.inspect.intervene.replacement import Resample, mean_outputs, outputs_of
@@ -43,6 +44,24 @@ def test_positions_can_have_means_of_their_own():
     assert torch.allclose(ours[0, 3], torch.cat([long[:, 2, 3], short[:, 2, 3]]).mean(0), atol=1e-12)
     assert torch.allclose(ours[0, 9], long[:, 2, 9].mean(0), atol=1e-12)
     assert torch.equal(ours[0], ours[1])
+
+
+def test_means_by_position_of_rows_that_start_apart_are_at_the_positions_of_each():
+    q, k = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 11, 5)
+    starts = torch.tensor([4, 0])
+
+    def run(*_: Any) -> torch.Tensor:
+        return attend(q, k, k, mask=Causal(), offset=starts)
+
+    mean = mean_outputs(None, [0], run, per_position=True)
+    (found,), out = mean.of.values(), run()
+    torch.testing.assert_close(found, torch.cat([out[1], out[0]], dim=1).double())  # positions 0 to 3, then 4 to 7
+    with ablated(None, [(0, 1)], mean):
+        assert torch.allclose(run()[:, 1], out[:, 1])
+    starts += 4
+    beyond = "the call is at positions 4 to 11, and there are means of 8"
+    with pytest.raises(ProblemError, match=beyond), ablated(None, [(0, 1)], mean):
+        run()
 
 
 def test_means_by_position_go_on_in_generation():

@@ -252,3 +252,18 @@ def test_a_traced_graph_of_a_model_is_not_seen_and_says_so():
     exported = torch.export.export(Model(), (torch.randn(1, 5, 6),)).module()
     with pytest.raises(ProblemError, match="none of its attention was observed"), observe(exported):
         exported(torch.randn(1, 5, 6))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(5, "model is 5: .*; say layers="), ([0, 2], r"model is \[0, 2\]: .*; say layers="), (print, "; say each=")],
+)
+def test_what_is_no_model_is_answered_with_the_argument_that_it_may_be(given, says):
+    with pytest.raises(ProblemError, match=says):
+        observe(given)
+
+
+def test_a_call_inside_of_vmap_is_not_recorded():
+    q = torch.randn(2, 1, 2, 5, 4)
+    with observe(), pytest.raises(ProblemError, match=r"inside of torch\.vmap cannot be recorded"):
+        torch.vmap(lambda q: attend(q, q, q))(q)

@@ -30,7 +30,7 @@ def test_all_goes_in_where_there_is_room(made):
     _, there = told(made, 15e6)
     assert [close["head"] for close in there["close_ups"]] == [head.name for head in made.heads]
     assert {block["by"] for block in there["pictures"]} == {"mean", "max"}
-    assert there["left_out"] == {"close_ups": 0, "largest": False}
+    assert there["left_out"] == {"close_ups": [], "largest": False}
 
 
 @pytest.mark.parametrize("part", [pytest.param(0.9, marks=pytest.mark.exhaustive), 0.6])
@@ -41,7 +41,7 @@ def test_close_ups_are_left_out_from_the_least_remarkable_on(made, part):
     assert size <= part * whole
     assert 0 < len(kept) < 12
     assert kept == [head.name for head in made.heads[: len(kept)]]
-    assert there["left_out"] == {"close_ups": 12 - len(kept), "largest": False}
+    assert there["left_out"] == {"close_ups": [head.name for head in made.heads[len(kept) :]], "largest": False}
 
 
 def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
@@ -50,14 +50,14 @@ def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
     unread = replace(small, head=2, q=None)  # packing it would fail
     fit = fit_into(replace(made, pictures=(), close_ups=(small, large, unread)), room)
     assert [close.caption["head"] for close in fit.close_ups] == ["0.0"]
-    assert fit.close_ups_left_out == 2
+    assert fit.close_ups_left_out == ["0.1", "0.2"]
 
 
 def test_then_the_pictures_of_greatest_weights_and_never_the_means(made):
     _, there = told(made, 1000)
     assert {block["by"] for block in there["pictures"]} == {"mean"}
     assert sum(len(block["pictures"]) for block in there["pictures"]) == 12
-    assert there["left_out"] == {"close_ups": 12, "largest": True}
+    assert there["left_out"] == {"close_ups": [head.name for head in made.heads], "largest": True}
 
 
 def test_a_model_that_is_compared_with_takes_no_picture_from_this_one(made):
@@ -71,13 +71,14 @@ def test_a_model_that_is_compared_with_takes_no_picture_from_this_one(made):
 
 def test_the_page_says_how_many_it_left_out(opened, made):
     bare = fit_into(made, 0)
-    assert bare.close_ups_left_out == 12
+    assert len(bare.close_ups_left_out) == 12
     tab = opened(made, state=f"head={made.heads[-1].name}", budget=400_000)
     held = content(Parsed(page(made, 400_000)))
-    missing = held["left_out"]["close_ups"]
+    missing = len(held["left_out"]["close_ups"])
     assert missing > 0
     assert f"{12 - missing} of 12 heads" in tab.inner_text("#close-note") or missing == 12
     assert f"{missing} more heads did not fit" in tab.inner_text("#close-up-summary")
+    assert ("Ask for this head alone by --heads" in tab.inner_text("#close-note")) == (missing < 12)
 
 
 @pytest.fixture(scope="module")

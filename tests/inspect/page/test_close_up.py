@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from regard.inspect.page.packing import quantise
-from regard.inspect.surveying.closeup import close_up_rows
+from regard.inspect.surveying.closeup import OTHER_WEIGHTS, close_up_rows
 from tests.inspect.page.long import long_report
 from tests.inspect.page.tab import address, colours, settled, shown_pair, shown_weight, swatch, under
-from tests.inspect.reports import report
+from tests.inspect.reports import report, weights
 
 LONG = 8192
 
@@ -220,6 +220,25 @@ def test_a_head_without_its_close_up_says_so_and_shows_the_stored_picture(opened
     assert "1 of 4 heads" in note
     assert "--heads 0.2" in note
     assert "10 × 10 tokens" in tab.inner_text("#pair")
+
+
+def test_a_head_that_was_asked_for_says_why_it_has_no_close_up(opened):
+    made = report(layers=1, tokens=[f" t{n}" for n in range(403)], pooled=10, close_ups=[(0, 1)])
+    tab = opened(replace(made, missing_close_ups={(0, 2): OTHER_WEIGHTS}), state="head=0.2")
+    note = tab.inner_text("#close-note")
+    assert note.endswith(f"No close-up: {OTHER_WEIGHTS}.")
+    assert "--heads" not in note
+
+
+def test_shares_of_cells_have_the_error_of_their_size(opened):
+    made = report(layers=1, tokens=[f" t{n}" for n in range(403)], pooled=16)
+    assert "no share is off by more than 0.016" in opened(made).inner_text("#precision")
+    exact = weights(0, 1, 403)
+    side = np.add.reduceat(np.add.reduceat(exact, range(0, 403, 16), 0), range(0, 403, 16), 1)
+    rows = np.diff([*range(0, 403, 16), 403])
+    shares = (made.pictures[1].weights / 255.0) ** 2 * rows  # of the row, in all keys of a cell
+    off = np.abs(shares - side / rows[:, None]).max()
+    assert 0.004 < off < 0.016
 
 
 def test_the_page_says_how_exact_it_is(opened, middling):

@@ -106,6 +106,40 @@ def test_models_that_cut_the_text_otherwise_are_not_laid_over_one_another(opened
     assert "this" in tab.inner_text("#scores")  # the numbers are compared all the same
 
 
+def test_rows_of_other_generated_tokens_are_named_by_the_tokens_of_each_model(opened):
+    made = report()
+    tokens = [*made.tokens[:26], " x", " y", " z"]
+    tab = opened(replace(made, other=report(model="the other", tokens=tokens)), state="head=0.0&vs=other&pin=27-26")
+    assert "the other generated other tokens from 26 on" in tab.inner_text("#vs-note")
+    assert "at its own tokens ·y → ·x" in tab.inner_text("#pair")
+    tab.evaluate("location.hash = 'head=0.0&vs=other&pin=25-24'")
+    tab.wait_for_selector('#pair sub:text-is("24")')
+    assert "the other" in tab.inner_text("#pair")
+    assert "its own tokens" not in tab.inner_text("#pair")
+
+
+def test_a_model_that_generated_fewer_tokens_is_not_said_to_cut_the_text_otherwise(opened):
+    made = report()
+    other = report(model="the other", tokens=made.tokens[:26], prompt=24)
+    tab = opened(replace(made, other=other), state="head=0.0&vs=other&pin=20-19")
+    note = tab.inner_text("#vs-note")
+    assert note.startswith("the other generated 2 tokens, and a model 5 tokens: pictures of other lengths")
+    assert tab.locator("#pair .dim b").count() == 0
+
+
+def test_a_prompt_with_one_more_token_at_its_end_was_cut_otherwise(opened):
+    made = report()
+    other = report(model="the other", tokens=[*made.tokens[:24], "<s>"], prompt=25)
+    tab = opened(replace(made, tokens=made.tokens[:24], other=other), state="head=0.0&vs=other")
+    assert "the other cut the text into other tokens" in tab.inner_text("#vs-note")
+
+
+def test_the_page_names_what_is_compared_with_eager(opened):
+    made = report()
+    tab = opened(replace(made, run=replace(made.run, eager_output="hidden states")))
+    assert "largest difference of hidden states" in tab.inner_text("#run")
+
+
 def test_two_heads_zoom_as_one(opened):
     made = report(layers=1, tokens=[f" t{n}" for n in range(150)])
     tab = opened(made, state="head=0.0&vs=0.1")

@@ -240,6 +240,7 @@ def test_a_selected_head_without_a_close_up_has_a_note_that_says_why(call, why):
     collector = CloseUpCollector([(4, 1)], others=False)
     collector.offer(weights, [Head(4, head, 0, {}) for head in range(2)])
     (note,) = collector.notes
+    assert list(collector.missing) == [(4, 1)]
     assert note.startswith("Head 4.1 has no close-up: ")
     assert why in note
     assert collector.of([]) == ()

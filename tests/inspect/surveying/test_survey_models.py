@@ -68,6 +68,7 @@ def test_an_encoder_has_no_continuation_and_no_induction(tokenizer):
     assert len(report.heads) == 18
     assert all(h.value("induction") is None for h in report.heads)
     assert agrees_with_eager(report)
+    assert report.run.eager_output == "logits"
     assert report.heads[0].score("previous").chance == pytest.approx(1 / len(report.tokens))
     assert report.heads[0].value("value_weighted") is not None  # by the projection beside the module that attends
     induction, copying = sorted(report.run.notes, key=len)
@@ -204,4 +205,5 @@ def test_of_an_encoder_and_decoder_the_encoder_is_measured(tokenizer):
         assert report.run.layers == layers
         assert report.heads[0].value("induction") is None
         assert agrees_with_eager(report)
+        assert report.run.eager_output == "hidden states"
         assert model.config._attn_implementation == before

@@ -93,11 +93,11 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
         raise ProblemError("there are no layers: pass the weights of each, from the first to the last.")
     batch, _, queries, tokens = weights[0].shape
     for layer, one in enumerate(weights):
-        if (one.shape[0], *one.shape[2:]) != (batch, tokens, tokens) or one.offset != 0:
+        if (one.shape[0], *one.shape[2:]) != (batch, tokens, tokens) or one.first_positions != (0,):
             raise ProblemError(
-                f"layer {layer} has {one.shape[2]} queries at position {one.offset} and {one.shape[3]} keys, of "
-                f"{one.shape[0]} sequences: products of layers need self-attention over the same {queries} tokens in "
-                "every one, a whole text at a time and without a cache."
+                f"layer {layer} has {one.shape[2]} queries at position {max(one.first_positions)} and {one.shape[3]} "
+                f"keys, of {one.shape[0]} sequences: products of layers need self-attention over the same {queries} "
+                "tokens in every one, a whole text at a time and without a cache."
             )
     if not rows:
         raise ProblemError("no rows were chosen: name at least one token.")

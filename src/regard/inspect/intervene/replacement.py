@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.calls import Call
+from regard.describe.by_row import row_starts
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs
@@ -52,13 +53,13 @@ class Mean(Replacement):
         mean = _recorded(self.of, site).to(call.out)
         if mean.ndim == 2:
             return mean[:, None]
-        end = call.offset + call.out.shape[2]
-        if call.offset < 0 or end > mean.shape[1]:
+        starts, queries = _starts(call), call.out.shape[2]
+        if min(starts) < 0 or max(starts) + queries > mean.shape[1]:
             raise ProblemError(
-                f"the call is at positions {call.offset} to {end - 1}, and there are means of {mean.shape[1]} "
-                "positions: compute means of texts that are as long, or per_position=False."
+                f"the call is at positions {min(starts)} to {max(starts) + queries - 1}, and there are means of "
+                f"{mean.shape[1]} positions: compute means of texts that are as long, or per_position=False."
             )
-        return mean[:, call.offset : end]
+        return torch.stack([mean[:, start : start + queries] for start in starts])
 
 
 @brief
@@ -142,8 +143,8 @@ def mean_outputs(
         counted = None if rows is None else rows(batch)
 
         def add(site: Site, call: Call, counted: Tensor | None = counted) -> None:
-            start = call.offset if per_position else 0
-            sums[site], counts[site] = _add(sums.get(site), counts.get(site), call, counted, start)
+            starts = _starts(call) if per_position else (0,)
+            sums[site], counts[site] = _add(sums.get(site), counts.get(site), call, counted, starts)
 
         with edit_outputs(model, add):
             run(batch)
@@ -187,14 +188,19 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
     return found
 
 
+def _starts(call: Call) -> tuple[int, ...]:
+    """The position of the first query of each batch row, or of all."""
+    return row_starts(call.mask, call.bias, call.out.shape[2]) or (call.offset,)
+
+
 def _add(
-    sums: Tensor | None, counts: Tensor | None, call: Call, rows: Tensor | None, start: int
+    sums: Tensor | None, counts: Tensor | None, call: Call, rows: Tensor | None, starts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """[heads, positions, v_dim] and [positions], float64, with the outputs of a call that begins at `start` added."""
+    """[heads, positions, v_dim] and [positions], float64, with the outputs of a call that begins at `starts` added."""
     batch, heads, queries, v_dim = call.out.shape
-    if start < 0:
-        raise ProblemError(f"a call has queries before the first key (position {start}): use per_position=False.")
-    end = start + queries
+    if min(starts) < 0:
+        raise ProblemError(f"a call has queries before the first key (position {min(starts)}): use per_position=False.")
+    end = max(starts) + queries
     sums = call.out.new_zeros(heads, 0, v_dim, dtype=torch.float64) if sums is None else sums
     counts = call.out.new_zeros(0, dtype=torch.float64) if counts is None else counts
     if (longer := end - len(counts)) > 0:
@@ -205,8 +211,9 @@ def _add(
         raise ProblemError(f"rows returned {list(rows.shape)}: expected bool [batch, queries] = {[batch, queries]}.")
     counted = torch.ones(batch, queries, device=out.device) if rows is None else rows.to(out.device)
     out = out.masked_fill(~counted.bool()[:, None, :, None], 0.0)
-    sums[:, start:end] += out.sum(0)
-    counts[start:end] += counted.sum(0)
+    for start, of, count in zip(starts, out.chunk(len(starts)), counted.chunk(len(starts)), strict=True):
+        sums[:, start : start + queries] += of.sum(0)
+        counts[start : start + queries] += count.sum(0)
     return sums, counts
 
 

@@ -50,7 +50,8 @@ def distance_profile(inputs: Inputs) -> Profile:
     ((0, 1, 2), tensor([[[0.6111, 0.2778, 0.1111]]], dtype=torch.float64))
     """
     weights, swept, even = inputs.weights, inputs.swept, inputs.even
-    furthest = max(weights.offset + weights.shape[2] - 1, weights.shape[3] - 1 - weights.offset, 0)
+    firsts, (queries, keys) = weights.first_positions, weights.shape[2:]
+    furthest = max(max(firsts) + queries - 1, keys - 1 - min(firsts), 0)
     bins = min(furthest.bit_length() + 1, swept.bins.shape[-1])
     counted = selected_rows(weights, inputs.rows)[..., None]
     total = counted.sum(2)

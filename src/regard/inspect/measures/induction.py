@@ -251,14 +251,14 @@ class _Matched:
         for blocks in occurrences(tokens):
             for some in chunks(weights, len(blocks.spans), blocks.size**2 * len(shifts)):
                 positions, occurring = blocks.at(some)
-                here = (positions >= weights.offset) & (positions < weights.offset + queries)
+                here = (positions >= weights.first_position) & (positions < weights.first_position + queries)
                 if bool(here.any()):
                     self._add(*(t.to(device) for t in (positions, occurring, here, *here.nonzero(as_tuple=True))))
 
     def _add(self, positions: Tensor, occurring: Tensor, here: Tensor, block: Tensor, row: Tensor) -> None:
         """Add the rows of some blocks that are in this call (`here`), which are each `row` of each `block`."""
         weights, shifts, of_shifts = self._weights, self._shifts, (-1, occurring.shape[1])
-        rows = (positions - weights.offset).clamp(0, weights.shape[2] - 1)
+        rows = (positions - weights.first_position).clamp(0, weights.shape[2] - 1)
         keys = (occurring[:, None] + shifts[:, None]).flatten(1)  # [blocks, shifts * c]
         pair = paired(positions, occurring, shifts) & here[:, :, None, None]
         keys = keys.clamp(0, weights.shape[3] - 1)

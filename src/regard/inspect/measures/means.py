@@ -114,7 +114,7 @@ def uniform(weights: Weights, *, whole_batch: bool = False) -> Weights:
     q = torch.zeros((batch, heads, queries, 1), dtype=weights.dtype, device=weights.q.device)
     lse = seen.to(weights.dtype).log()
     return Weights(q, q.new_zeros((batch, heads, keys, 1)), lse, weights.mask, offset=weights.offset,
-                   sequence=weights.sequence)  # fmt: skip
+                   sequence=weights.sequence, starts=weights.starts)  # fmt: skip
 
 
 def looks_ahead(weights: Weights) -> bool:
@@ -127,14 +127,19 @@ def looks_ahead(weights: Weights) -> bool:
     >>> looks_ahead(Weights(q, k, q[..., 0], Causal())), looks_ahead(Weights(q, k, q[..., 0]))
     (False, True)
     """
+    return any(map(_one_looks_ahead, weights.by_start()))
+
+
+def _one_looks_ahead(weights: Weights) -> bool:
+    """The same of a call that starts at one position."""
     queries, keys = weights.shape[2:]
-    rows = np.arange(queries)[weights.offset + np.arange(queries) < keys - 1]
+    rows = np.arange(queries)[weights.first_position + np.arange(queries) < keys - 1]
     if weights.mask is None or not len(rows):
         return bool(len(rows))
     undecided = _some_later(weights, weights.mask, rows)
     device, key = weights.q.device, torch.arange(keys, device=weights.q.device)
     for row in torch.from_numpy(rows[undecided]).to(device).split(max(1, 2**20 // keys)):
-        later = key > row[:, None] + weights.offset
+        later = key > row[:, None] + weights.first_position
         if bool((weights.keep(row[:, None], key[None]) & later).any()):
             return True
     return False
@@ -144,15 +149,14 @@ def _some_later(weights: Weights, mask: Mask, rows: Ints) -> Bools:
     """For each row, whether by the bounds some head may see a later key."""
     batch, heads = _mask_sizes(weights)
     b, h, i = (axis.ravel() for axis in np.meshgrid(np.arange(batch), np.arange(heads), rows, indexing="ij"))
-    at = i + weights.offset
+    at, next_key = i + weights.offset, i + weights.first_position + 1
     keys = np.full_like(i, weights.shape[3])
-    some, _ = mask.bounds(Rectangles(b + weights.sequence, h, at, at + 1, at + 1, keys))
+    some, _ = mask.bounds(Rectangles(b + weights.sequence, h, at, at + 1, next_key, keys))
     return np.logical_or.reduce(some.reshape(batch * heads, len(rows)), axis=0)
 
 
 def _mask_sizes(weights: Weights) -> tuple[int, int]:
-    """The batch rows and heads over which the mask varies, of those of the call."""
-    if weights.mask is None:
-        return 1, 1
-    (batch, heads), (rows, of_heads) = weights.shape[:2], weights.mask.broadcast_shape()
-    return batch if rows > 1 else 1, heads if of_heads > 1 else 1
+    """The batch rows and heads over which the mask or the positions vary, of those of the call."""
+    batch, heads = weights.shape[:2]
+    rows, of_heads = (1, 1) if weights.mask is None else weights.mask.broadcast_shape()
+    return batch if rows > 1 or len(weights.first_positions) > 1 else 1, heads if of_heads > 1 else 1

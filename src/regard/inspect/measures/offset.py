@@ -81,16 +81,15 @@ def offset_scan(
     wanted, found = sorted(set(offsets)), dict[int, HeadScores]()
     while wanted:
         near = [offset for offset in wanted if offset < wanted[0] + SPAN]
-        band = _band(weights, near)
+        band = torch.cat([_band(part, near) for part in weights.by_start()])
         found |= {offset: _score(weights, band[..., at], offset, rows) for at, offset in enumerate(near)}
         wanted = wanted[len(near) :]
     return {offset: found[offset] for offset in offsets}
 
 
 def _score(weights: Weights, mass: Tensor, offset: int, rows: Tensor | None) -> HeadScores:
-    key, row = weights.positions - offset, torch.arange(weights.shape[2], device=mass.device)
+    key, visible = weights.positions - offset, weights.keep_at(offset)
     there = (key >= 0) & (key < weights.shape[3])
-    visible = weights.keep(row, key.clamp(0, max(0, weights.shape[3] - 1)))
     return HeadScores.of_rows(
         mass.where(visible, 0.0), one_in(weights) * visible, selected_rows(weights, rows) & there
     )  # the mask is evaluated once per diagonal, not per block
@@ -105,7 +104,7 @@ def _band(weights: Weights, offsets: list[int]) -> Tensor:
     queries, keys = weights.shape[2:]
     device, furthest = weights.q.device, offsets[-1]
     row = torch.arange(-(-queries // ROWS) * ROWS, device=device).view(-1, ROWS)
-    first = row[:, :1] + weights.offset - furthest  # the position of a block's first key
+    first = row[:, :1] + weights.first_position - furthest  # the position of a block's first key
     key = first + torch.arange(ROWS + furthest - offsets[0], device=device)
     diagonal = torch.arange(ROWS, device=device)[:, None] + (furthest - torch.tensor(offsets, device=device))
     row, safe = row.clamp(max=queries - 1), key.clamp(0, keys - 1)

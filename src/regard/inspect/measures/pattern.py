@@ -43,9 +43,9 @@ def pattern_mass(weights: Weights, tokens: Tensor, pattern: Pattern, rows: Tenso
     step = max(1, AT_ONCE // heads)
     for b in range(batch):
         own, pairs = weights.only(b), _pairs(pattern(tokens[b]), tokens.shape[1]).to(mass.device)
-        here = (pairs[0] >= weights.offset) & (pairs[0] < weights.offset + queries)
+        here = (pairs[0] >= own.first_position) & (pairs[0] < own.first_position + queries)
         for i, j in zip(*(side.split(step) for side in pairs[:, here]), strict=True):
-            row = i - weights.offset
+            row = i - own.first_position
             mass[b].index_add_(1, row, own.pairs(row, j)[0])
             kept = own.keep(row, j).to(mass.dtype).expand(1, mask_heads, len(row))
             visible[b].index_add_(1, row, kept[0])

@@ -52,14 +52,16 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     tokens, needle = tokens.to(device), needle.to(device)
     copied = torch.zeros(batch, heads, tokens.shape[1], dtype=torch.bool, device=device)
     missed = torch.ones(batch, heads, tokens.shape[1], dtype=dtype, device=device)  # the probability, by uniform draws
-    steps = 0
+    steps = [0] * batch
     for call in calls:
-        writing = ((call.positions + 1 >= since) & (call.positions + 1 < tokens.shape[1])).nonzero()[:, 0]
-        steps += len(writing)
         for b in range(batch):
+            one = call.only(b)
+            at = one.positions[0, 0] + 1
+            writing = ((at >= since) & (at < tokens.shape[1])).nonzero()[:, 0]
+            steps[b] += len(writing)
             for rows in writing.split(rows_at_once(call)):
-                found = whole_rows(call.only(b), rows)
-                wrote = tokens[b, rows + call.offset + 1]
+                found = whole_rows(one, rows)
+                wrote = tokens[b, at[rows]]
                 keys = found.weights.shape[-1]
                 copies = needle[b, :keys] & (tokens[b, :keys] == wrote[:, None])  # [rows, keys]
                 top = found.top_key[..., None] == torch.arange(keys, device=device)  # [heads, rows, keys]
@@ -67,8 +69,11 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
                 visible = found.visible[0].expand(-1, len(rows), keys)
                 drawn = (visible & copies) / visible.sum(-1, keepdim=True).clamp(min=1).to(dtype)
                 missed[b, :, :keys] *= (1 - drawn).prod(1)
-    if not steps:
-        raise ProblemError(f"no row generated a token at position {since} or later: pass the calls of the answer.")
+    if not all(steps):
+        raise ProblemError(
+            f"no row generated a token at position {since} or later in sequence {steps.index(0)}: pass the calls of "
+            "the answer."
+        )
     of = needle.sum(-1)[:, None]
     return HeadScores(copied.sum(-1) / of, (1 - missed).sum(-1) / of)
 

@@ -157,9 +157,7 @@ def _modes(distance: Tensor, counted: Tensor) -> Tensor:
 
 def _visible_at(weights: Weights, offset: Tensor, values: list[int]) -> Tensor:
     """Whether the mask keeps the pair at a head's offset, one of `values`: bool [batch, heads, queries]."""
-    row = torch.arange(weights.shape[2], device=offset.device)
     found = torch.zeros(weights.shape[:3], dtype=torch.bool, device=offset.device)
     for one in values:
-        visible = weights.keep(row, (weights.positions - one).clamp(0, weights.shape[3] - 1)).expand(found.shape)
-        found = torch.where((offset == one)[..., None], visible, found)
+        found = torch.where((offset == one)[..., None], weights.keep_at(one), found)
     return found

@@ -74,10 +74,10 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     shape = batch, heads, len(pairs)
     mass, hit, even = (torch.zeros(shape, dtype=weights.dtype, device=weights.q.device) for _ in range(3))
     for b in range(batch):
-        own = (pairs[:, 0] == b).nonzero()[:, 0]
+        one, own = weights.only(b), (pairs[:, 0] == b).nonzero()[:, 0]
         for at in own.split(rows_at_once(weights)):
-            rows, keys = pairs[at, 1] - weights.offset, pairs[at, 2]
-            found = whole_rows(weights.only(b), rows)
+            rows, keys = pairs[at, 1] - one.first_position, pairs[at, 2]
+            found = whole_rows(one, rows)
             here = torch.arange(len(at), device=at.device)
             mass[b][:, at] = found.weights[0][:, here, keys]
             hit[b][:, at] = ((found.top_key == keys) & found.attends).to(mass.dtype)
@@ -97,10 +97,13 @@ def _check(weights: Weights, pairs: Tensor) -> None:
             f"pairs is {list(pairs.shape)} {pairs.dtype}: expected int64 [pairs, 3]: the sequence of each pair, the "
             "position of its query and the position of its key."
         )
-    low = torch.tensor([0, weights.offset, 0], device=pairs.device)
-    high = torch.tensor([batch, weights.offset + queries, keys], device=pairs.device)
-    if bool(outside := ((pairs < low) | (pairs >= high)).any(-1).sum()):
+    firsts = weights.first_positions
+    first = torch.tensor(firsts, device=pairs.device)[pairs[:, 0].clamp(0, len(firsts) - 1)]
+    rows = pairs - torch.stack([torch.zeros_like(first), first, torch.zeros_like(first)], dim=1)
+    sizes = torch.tensor([batch, queries, keys], device=pairs.device)
+    if bool(outside := ((rows < 0) | (rows >= sizes)).any(-1).sum()):
+        each = "" if len(firsts) == 1 else ", each sequence from its own,"
         raise ProblemError(
             f"{int(outside)} of {len(pairs)} pairs are not in the call, which has {batch} sequences, queries at "
-            f"positions {weights.offset} to {weights.offset + queries - 1} and keys at 0 to {keys - 1}."
+            f"positions {min(firsts)} to {max(firsts) + queries - 1}{each} and keys at 0 to {keys - 1}."
         )

@@ -23,6 +23,7 @@ from regard.describe.mask import Mask
 from regard.describe.spec import Fingerprint, Spec, deserialize
 from regard.errors import ProblemError
 from regard.inspect.weights.lazy import Weights
+from regard.torch_internals import is_batched, without_gradient_wrappers
 
 SUFFIX = ".safetensors"
 
@@ -37,6 +38,11 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, call: Call, values: bool) -> "Parts":
         """The parts of a call as they are, without gradients; with `values` also its values and its output."""
+        if any(is_batched(without_gradient_wrappers(t)) for t in (call.q, call.k, call.v)):
+            raise ProblemError(
+                "a call inside of torch.vmap cannot be recorded: its tensors exist only while vmap maps over them. "
+                "Call attend without vmap, on tensors with a batch axis."
+            )
         weights = Weights.of(call)
         return cls(weights, call.v.detach(), call.out.detach()) if values else cls(weights, None, None)
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import nn
 
 from regard.calls import Call, observe_calls
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.names import Heads
@@ -120,8 +121,9 @@ def observe(
             stay (`read_calls` reads them).
 
     Raises:
-        ProblemError: none of the model's attention was observed; a named layer did not attend; `values` or `to`
-            together with `each`, which records no calls; or `to` is a device that does not exist.
+        ProblemError: `model` is no module; none of the model's attention was observed; a named layer did not attend;
+            `values` or `to` together with `each`, which records no calls; `to` is a device that does not exist; or a
+            call inside of torch.vmap would be recorded.
 
     Modules that torch.compile compiled before the block run uncompiled within it, as compiled attention cannot be
     observed.
@@ -143,6 +145,7 @@ def observe(
 
     ```
     """
+    _check_model(model)
     wanted = None if layers is None else _layer_numbers(layers)
     if each is None:
         return _record(model, wanted, values, to)
@@ -152,6 +155,15 @@ def observe(
             "them, or omit `each`."
         )
     return _compute(model, wanted, each)
+
+
+def _check_model(model: object) -> None:
+    """Raise `ProblemError` unless it is a module or None; names the argument that the value may be meant for."""
+    if model is None or isinstance(model, nn.Module):
+        return
+    is_layers = index_of(model) is not None or isinstance(model, list | tuple | set | range)
+    hint = "; say layers=" if is_layers else "; say each=" if callable(model) else ""
+    raise ProblemError(f"model is {received(model)}: expected an nn.Module or None{hint}.")
 
 
 def _layer_numbers(layers: int | Collection[int]) -> set[int]:

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from regard.inspect.names import head_text
 from regard.inspect.page.packing import Fit
 from regard.inspect.surveying.kinds import Head
 from regard.inspect.surveying.report import Report
@@ -44,6 +45,7 @@ def _report_data(report: Report, fit: Fit) -> dict[str, Any]:
         "pictures": [{"id": block.id, "by": block.by, "pictures": block.pictures} for block in fit.pictures],
         "close_ups": [close.caption for close in fit.close_ups],
         "left_out": {"close_ups": fit.close_ups_left_out, "largest": fit.largest_left_out},
+        "missing_close_ups": {head_text(place): reason for place, reason in report.missing_close_ups.items()},
         "sinks": [_sinks(share) for share in report.sink_shares],
         "ablations": _ablations(report),
     }

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.inspect.names import head_text
 from regard.inspect.surveying.closeup import close_up_rows
 from regard.inspect.surveying.report import CloseUp, Picture, Report
 
@@ -173,13 +174,13 @@ def _close_up_caption(close: CloseUp, rows: str, keys: str) -> dict[str, Any]:
 
 
 class Fit(NamedTuple):
-    """The pictures and close-ups of one report that a page includes, and the number of those left out."""
+    """The pictures and close-ups of one report that a page includes, and those left out."""
 
     causal: bool
     pictures: list[Block]
     close_ups: list[PackedCloseUp]
     largest_left_out: bool
-    close_ups_left_out: int
+    close_ups_left_out: list[str]  # the names of the heads
 
 
 def fit_into(report: Report, room: float, prefix: str = "") -> Fit:
@@ -191,7 +192,8 @@ def fit_into(report: Report, room: float, prefix: str = "") -> Fit:
     too_large = size(largest) > room
     included = [] if too_large else largest
     close_ups = _close_ups(report, room - size(included), prefix)
-    return Fit(causal, means + included, close_ups, too_large, len(report.close_ups) - len(close_ups))
+    left_out = [head_text((close.layer, close.head)) for close in report.close_ups[len(close_ups) :]]
+    return Fit(causal, means + included, close_ups, too_large, left_out)
 
 
 def size(parts: Iterable[Block]) -> int:

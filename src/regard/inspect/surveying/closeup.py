@@ -232,12 +232,15 @@ class CloseUpCollector:
     Args:
         selected: heads (layer, head) that get a close-up, or a note where there is none.
         others: whether other heads get one; not needed if a picture shows every weight.
+
+    Attributes:
+        missing: by (layer, head), why a selected head has no close-up.
     """
 
     def __init__(self, selected: Sequence[Place], others: bool) -> None:
         self._selected, self._others = selected, others
         self._kept: dict[Place, CloseUp] = {}
-        self._missing: dict[Place, str] = {}
+        self.missing: dict[Place, str] = {}
         self._masks: dict[object, KeyRanges | None] = {}
         self._candidates: dict[str, list[tuple[float, CloseUp]]] = {}
 
@@ -270,10 +273,10 @@ class CloseUpCollector:
     def notes(self) -> list[str]:
         """A note for each selected head that has no close-up."""
         return [
-            f"Head {layer}.{head} has no close-up: {self._missing[layer, head]}. `regard.inspect.observe` reads its "
+            f"Head {layer}.{head} has no close-up: {self.missing[layer, head]}. `regard.inspect.observe` reads its "
             "weights."
             for layer, head in self._selected
-            if (layer, head) in self._missing
+            if (layer, head) in self.missing
         ]
 
     def _keep(self, weights: Weights, head: Head) -> None:
@@ -283,7 +286,7 @@ class CloseUpCollector:
         if isinstance(found, CloseUp):
             self._kept[place] = found
         else:
-            self._missing[place] = found
+            self.missing[place] = found
 
     def _consider(self, weights: Weights, head: Head) -> None:
         """Store the head's close-up if it is among the strongest of its kind."""

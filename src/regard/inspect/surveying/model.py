@@ -72,6 +72,11 @@ class SurveyedModel:
         """The output for each token: logits, or hidden states of a model without a head; [1, tokens, ...]."""
         return self.model(input_ids=ids)[0]
 
+    @property
+    def output_name(self) -> str:
+        """The name of `outputs`: "logits", or "hidden states"."""
+        return "hidden states" if self.body is self.model else "logits"
+
     def step(self, ids: Tensor, cache: Any) -> tuple[int, Any]:
         """(the most likely next token, the KV cache): `ids` are the tokens that the cache does not have yet."""
         takes = inspect.signature(self.model.forward).parameters

@@ -98,6 +98,7 @@ class Ablations:
 class RunInfo:
     """What was run, on what, how fast. `pairs` and `attention_gflop` are of one pass over all tokens of the report.
 
+    `eager_difference` is of the `eager_output`, "logits" or "hidden states".
     `notes`: what a reader must know of this run, in whole sentences.
     """
 
@@ -117,6 +118,7 @@ class RunInfo:
     versions: dict[str, str]
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
+    eager_output: str = "logits"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +127,7 @@ class Report:
 
     Args:
         close_ups: the heads that can be read to the last weight, most remarkable first.
+        missing_close_ups: by (layer, head), why a head that was asked for is not among them.
         profiles: by (layer, head), the mass of a mean row by distance |i - j|: bin 0 is distance 0, bin b the
             distances from 2 ** (b - 1) to 2 ** b - 1.
         other: what this one is compared with, a report on the same text.
@@ -146,6 +149,7 @@ class Report:
     other: "Report | None" = None
     ablations: Ablations | None = None
     definitions: Mapping[str, Definition] = field(default_factory=lambda: DEFINITIONS)
+    missing_close_ups: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
 
     def head(self, name: str | tuple[int, int]) -> Head:
         """A head by its name, "18.6" or (18, 6). Raises `ProblemError` if the report has no such head."""

@@ -7,8 +7,10 @@ tile by tile (`by_torch.py`, the definition).
 """
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import fields
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
@@ -59,4 +61,15 @@ def sweep(
             f"[{batch} or 1, m, {keys}]."
         )
     implementation = by_native if by_native.takes(weights) else by_triton if by_triton.takes(weights) else by_torch
-    return implementation.swept(weights, picture, along, tick)
+    parts = weights.by_start()  # the compiled sweeps take one position of the first query
+    if len(parts) == 1:
+        return implementation.swept(weights, picture, along, tick)
+    vectors = [None] * batch if along is None else along.expand(batch, -1, -1).split(1)
+    return _joined([implementation.swept(*one, tick) for one in zip(parts, [picture] * batch, vectors, strict=True)])
+
+
+def _joined(each: list[Sweep]) -> Sweep:
+    """The sweeps of several sequences as one of all."""
+    found = {one.name: [getattr(sweep, one.name) for sweep in each] for one in fields(Sweep)}
+    joined: dict[str, Any] = {name: torch.cat(of) if isinstance(of[0], Tensor) else of[0] for name, of in found.items()}
+    return Sweep(**joined)

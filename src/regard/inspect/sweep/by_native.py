@@ -116,7 +116,7 @@ class _Inputs:
             "softcap": w.softcap or 0.0,
             "lse": self._address(w.lse.to(w.dtype)),
             "sink": 0 if w.sink is None else self._address(w.sink.to(w.dtype)),
-            "offset": w.offset,
+            "offset": w.first_position,  # for distances alone: the lists of tiles and the bias have rows of the call
             "seconds": SECONDS,
         }
         self._place("q", w.q)

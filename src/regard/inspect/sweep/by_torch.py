@@ -104,7 +104,7 @@ class _Rows:
         self.top[:, :, rows] = torch.where(higher, top, self.top[:, :, rows])
         self.top_key[:, :, rows] = torch.where(higher, where + tile.key, self.top_key[:, :, rows])
         keys = torch.arange(key.start, key.stop, device=a.device)
-        distance = (self._positions[rows, None] - keys).abs()
+        distance = (self._positions[..., rows, None] - keys).abs()
         self.bins[:, :, rows] = self.bins[:, :, rows].scatter_add(-1, bin_of(distance).expand(a.shape), a)
         self.columns[:, :, key] += a.sum(-2, dtype=torch.float64)
         if self.along is not None and self._vectors is not None:

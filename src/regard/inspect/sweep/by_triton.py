@@ -60,7 +60,7 @@ def swept(
     call = Call(of_rows(tiles, w.sequence), w.scale, w.softcap, 0.0, 0)
     cells = None if picture is None else Cells(queries, keys, picture)
     found = sums(
-        inputs, w.lse.float(), call, offset=w.offset, bins=BINS,
+        inputs, w.lse.float(), call, offset=w.first_position, bins=BINS,
         cell=0 if cells is None else cells.cell, cells=(1, 1) if cells is None else cells.shape,
     )  # fmt: skip
     share = w.sink_share

@@ -50,6 +50,8 @@ class Weights(CallScores):
         lse: [batch, heads, queries], natural log, without the sink; -inf for a row that sees no key.
         mask, bias, scale, softcap, sink, offset: those of a `Call`, which has bound mask and bias to its sizes.
         sequence: the batch row of the first row of q (masks and biases may differ by batch row).
+        starts: the position of the first query of each batch row of the call, where it has an offset for each; None
+            reads them from mask and bias.
 
     ```
     >>> import torch

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from regard.calls import Call
 from regard.describe.bias import Bias
+from regard.describe.by_row import row_starts
 from regard.describe.mask import Mask
 from regard.describe.score import Dot
 from regard.errors import ProblemError
@@ -64,6 +65,11 @@ class CallScores:
     sink: Tensor | None = None
     offset: int = 0
     sequence: int = 0
+    starts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.starts is None:
+            object.__setattr__(self, "starts", row_starts(self.mask, self.bias, self.q.shape[-2]))
 
     @classmethod
     def of(cls, call: Call) -> Self:
@@ -99,9 +105,35 @@ class CallScores:
         return wide_of(self.q.dtype)
 
     @property
+    def first_positions(self) -> tuple[int, ...]:
+        """The position of the first query among the keys, of each sequence; a single one where it is that of all."""
+        own = self.starts[self.sequence : self.sequence + self.shape[0]] if self.starts else (self.offset,)
+        return own if len(set(own)) > 1 else own[:1]
+
+    @property
+    def first_position(self) -> int:
+        """The same where all sequences start at one position.
+
+        Raises:
+            ProblemError: they start at different ones.
+        """
+        first, *others = self.first_positions
+        if others:
+            raise ProblemError(
+                f"the sequences of the call start at different positions, {min(first, *others)} to "
+                f"{max(first, *others)}: read one sequence at a time, `weights.only(0)`."
+            )
+        return first
+
+    @property
     def positions(self) -> Tensor:
-        """The positions of the queries among the keys; int64 [queries]."""
-        return torch.arange(self.offset, self.offset + self.shape[2], device=self.q.device)
+        """The positions of the queries among the keys; int64, broadcasts to [batch, heads, queries]."""
+        first = torch.tensor(self.first_positions, device=self.q.device)[:, None, None]
+        return first + torch.arange(self.shape[2], device=self.q.device)
+
+    def by_start(self) -> list[Self]:
+        """The call in parts that start at one position each: itself, or its sequences one by one."""
+        return [self] if len(self.first_positions) == 1 else [self.only(b) for b in range(self.shape[0])]
 
     def only(self, batch: int) -> Self:
         """The weights of one sequence of the batch, as a batch of one.
@@ -184,6 +216,17 @@ class CallScores:
             return torch.ones((1,) * (2 + q_index.ndim), dtype=torch.bool, device=q_index.device)
         kept = self.mask.keep(*self.coordinates(q_index, k_index))
         return kept[(None,) * (2 + q_index.ndim - kept.ndim)]
+
+    def keep_at(self, distance: int) -> Tensor:
+        """Whether the mask keeps the key at p_i - distance of each row i: bool, broadcasts to [batch, heads, queries].
+
+        Arbitrary where there is no such key.
+        """
+        row = torch.arange(self.shape[2], device=self.q.device)
+        if self.mask is None:
+            return torch.ones_like(row, dtype=torch.bool)[None, None]
+        b, h, q, _ = self.coordinates(row, row)
+        return self.mask.keep(b, h, q, (self.positions - distance).clamp(0, max(0, self.shape[3] - 1)))
 
     def coordinates(self, q_index: Tensor, k_index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(b, h, q, k) as masks and biases take them, of pairs in every batch row and head."""

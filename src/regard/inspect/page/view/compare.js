@@ -1,19 +1,33 @@
 // Two heads: side by side, or one minus the other; of one model, or the same head of two.
 
 import { $, make } from "./dom.js";
-import { formatExact, formatNumber } from "./format.js";
-import { byName, heads, otherByName, otherHeads, otherReport, sameHeads, sameTokens } from "./report.js";
+import { counted, formatExact, formatNumber, tokenName } from "./format.js";
+import {
+  byName,
+  heads,
+  otherByName,
+  otherHeads,
+  otherReport,
+  otherTokens,
+  report,
+  run,
+  sameHeads,
+  sameLength,
+  samePrompt,
+  sharedTokens,
+  tokens,
+} from "./report.js";
 import { openHead, state, update } from "./state.js";
 import { topOf, valueAt } from "./tiles.js";
 import { tokensPerCell, viewport } from "./viewport.js";
 
-const { abs } = Math;
+const { abs, max } = Math;
 
 // The head beside the open one, and whether their difference is shown.
 export function comparedHead(head) {
   const second = state.vs === "other" ? otherByName.get(head.name) : byName.get(state.vs);
   const fits = second && second !== head && second.picture?.size === head.picture?.size;
-  return fits && (!second.foreign || sameTokens) ? [second, state.how === "difference"] : [null, false];
+  return fits && (!second.foreign || (samePrompt && sameLength)) ? [second, state.how === "difference"] : [null, false];
 }
 
 // The open head's picture less the other's.
@@ -51,10 +65,18 @@ export function drawCompare() {
   $("vs").value = state.vs;
   $("how").value = state.how;
   $("how").hidden = !state.vs;
-  $("vs-note").textContent =
-    !head || state.vs !== "other" || sameTokens
-      ? ""
-      : `${otherReport.run.model} cut the text into other tokens: its pictures cannot be shown beside these.`;
+  $("vs-note").textContent = head && state.vs === "other" ? otherTokensText() : "";
+}
+
+// What of the other model's text differs from this one's.
+function otherTokensText() {
+  const { model } = otherReport.run;
+  if (!samePrompt) return `${model} cut the text into other tokens: its pictures cannot be shown beside these.`;
+  const [own, its] = [tokens, otherTokens].map(({ length }) => counted(length - report.prompt_tokens, "token"));
+  if (!sameLength)
+    return `${model} generated ${its}, and ${run.model} ${own}: pictures of other lengths cannot be shown beside these.`;
+  if (sharedTokens === tokens.length) return "";
+  return `${model} generated other tokens from ${sharedTokens} on: its rows and columns there are of its own tokens.`;
 }
 
 // How the two models differ as a whole.
@@ -72,6 +94,14 @@ export const weightText = (weight) =>
       ? formatExact(weight)
       : formatNumber(weight);
 
+// The other model's own tokens of a pair, where they are not those of this one.
+function otherPairText(q, k) {
+  const size = tokensPerCell();
+  if (max(q, k) + size <= sharedTokens) return "";
+  const [query, key] = [q, k].map((n) => tokenName(n / size, size, otherTokens));
+  return ` at its own tokens ${query} → ${key}`;
+}
+
 // The second weight of a pair, and the difference.
 export function comparedText(q, k, first) {
   const [, second] = viewport.panels.length > 1 ? viewport.panels : viewport.panels[0].parts;
@@ -84,6 +114,7 @@ export function comparedText(q, k, first) {
       `${second.head.foreign ? otherReport.run.model : second.head.name} `,
       make("b", weightText(weight)),
       less,
+      second.head.foreign ? otherPairText(q, k) : "",
     ),
   ];
 }

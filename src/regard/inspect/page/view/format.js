@@ -17,6 +17,7 @@ export function formatNumber(x, digits = 3) {
 
 export const formatExact = (x) => (x === 0 || x >= 1e-4 ? x.toPrecision(4) : x.toExponential(3));
 export const formatCount = (x) => round(x).toLocaleString("en-GB").replaceAll(",", "\u202f");
+export const counted = (n, thing) => `${formatCount(n)} ${thing}${n === 1 ? "" : "s"}`;
 
 // "chance 0.031 · 0.86 to 0.91": the chance value and the interval beside a value.
 export function chanceText({ chance, low, high }) {
@@ -26,10 +27,10 @@ export function chanceText({ chance, low, high }) {
 }
 
 // "Calloway", or the first and last token of a cell of several.
-export function tokenName(cell, grain) {
-  if (grain === 1) return visibleText(tokens[cell] ?? "");
-  const last = min(tokens.length, (cell + 1) * grain) - 1;
-  return `${visibleText(tokens[cell * grain] ?? "")} … ${visibleText(tokens[last] ?? "")}`;
+export function tokenName(cell, grain, of = tokens) {
+  if (grain === 1) return visibleText(of[cell] ?? "");
+  const last = min(of.length, (cell + 1) * grain) - 1;
+  return `${visibleText(of[cell * grain] ?? "")} … ${visibleText(of[last] ?? "")}`;
 }
 
 export function tokenIndex(cell, grain) {

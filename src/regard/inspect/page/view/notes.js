@@ -1,11 +1,13 @@
 // What ran, and the definition of every score.
 
 import { $, make } from "./dom.js";
-import { formatCount, formatNumber } from "./format.js";
+import { counted, formatCount, formatNumber } from "./format.js";
 import { errorText } from "./pair.js";
 import { definitions, heads, labelOf, otherReport, report, run, tokens } from "./report.js";
 
-const { round, max } = Math;
+const { round, max, sqrt } = Math;
+
+const ROUNDING = 0.004; // the largest error of a weight stored as a byte
 
 export function drawRun() {
   drawSinks();
@@ -44,7 +46,7 @@ export function drawRun() {
       "differs from eager by",
       run.eager_difference === null ? "–" : run.eager_difference.toExponential(1),
       "",
-      run.eager_difference === null ? "was not compared" : "largest difference of a logit",
+      run.eager_difference === null ? "was not compared" : `largest difference of ${run.eager_output}`,
     ],
   ];
   $("run").replaceChildren(
@@ -76,7 +78,6 @@ function sinkText({ sinks }) {
   return `Sinks: ${parts.join(", ")}.`;
 }
 
-const counted = (n, thing) => `${n} ${thing}${n === 1 ? "" : "s"}`;
 
 export function drawNotes() {
   $("definitions").replaceChildren(
@@ -86,19 +87,23 @@ export function drawNotes() {
     ]),
   );
   const pooled = heads.find((head) => head.picture)?.picture.pooled ?? 1;
-  const note =
-    pooled > 1
-      ? ` The text is long: a cell holds the mean over ${pooled} × ${pooled} tokens, and what is shown is the share ` +
-        "of a query's attention that goes to all the keys of the cell."
-      : "";
   $("precision").textContent =
-    "The pictures store each weight w as one byte, 255·√w: no weight is off by more than 0.004. The scores were " +
-    `measured on the full weights, not on the pictures.${note}`;
+    `The pictures store each weight w as one byte, 255·√w: no weight is off by more than ${ROUNDING}. The scores were ` +
+    `measured on the full weights, not on the pictures.${pooled > 1 ? pooledText(pooled) : ""}`;
   $("close-up-summary").textContent = closeUpText();
   $("remarks").replaceChildren(...(run.notes ?? []).map((note) => make("p", note)));
   const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
   const times = Object.entries(run.seconds).map(([name, seconds]) => `${name} ${formatNumber(seconds, 1)} s`);
   $("made").textContent = [run.model, run.machine, ...versions, ...times].join(" · ");
+}
+
+// A share is the mean of a cell times its keys: its error is at most ROUNDING · √keys, for it is itself at most 1.
+function pooledText(pooled) {
+  return (
+    ` The text is long: a cell holds the mean over ${pooled} × ${pooled} tokens, and what is shown is the share ` +
+    `of a query's attention that goes to all the keys of the cell: no share is off by more than ` +
+    `${formatNumber(ROUNDING * sqrt(pooled))}.`
+  );
 }
 
 // Which heads have close-ups, and how many close-ups and pictures did not fit into the page.
@@ -111,7 +116,7 @@ function closeUpText() {
     ? `Single weights can be seen of ${names.length} of ${heads.length} heads (${those}), computed from their ` +
       `queries and keys in 16 bits, ${errorText(worst)}.`
     : "";
-  const left = dropped ? `The close-ups of ${dropped} more heads did not fit into this page.` : "";
+  const left = dropped.length ? `The close-ups of ${dropped.length} more heads did not fit into this page.` : "";
   const without = largest ? "Pictures of the greatest weights did not fit into this page." : "";
   return [close, left, without].filter(Boolean).join(" ");
 }

@@ -113,18 +113,23 @@ export function drawWeightsNote(head) {
       ? `Zoom in to single weights: they are computed here from this head's queries and keys, ${errorText(head.caption)}.`
       : pooled === 1
         ? ""
-        : `Single weights of this head are not in this page: it shows ${size}. ${missingText()}`;
+        : `Single weights of this head are not in this page: it shows ${size}. ${missingText(head)}`;
 }
 
 // The error of the weights that the page computes, measured when the page was made.
 export const errorText = ({ error }) =>
   `to within about ${max(0.01, ceil(1e4 * error) / 100)} % of any weight above 0.0001`;
 
-function missingText() {
+// Why the head has no close-up, and how to get one, if that is possible.
+function missingText(head) {
+  const reason = report.missing_close_ups[head.name];
+  if (reason) return `No close-up: ${reason}.`;
   const included = report.close_ups.length,
     dropped = report.left_out.close_ups;
   const there = included ? `It includes those of ${included} of ${heads.length} heads` : "It includes those of no head";
-  return `${there}${dropped ? `; ${dropped} more did not fit` : ""}. Ask for this head by --heads ${state.head}.`;
+  const more = dropped.length ? `; ${dropped.length}${included ? " more" : ""} did not fit` : "";
+  const ask = dropped.includes(head.name) ? "Ask for this head alone" : "Ask for this head";
+  return `${there}${more}.${dropped.length && !included ? "" : ` ${ask} by --heads ${head.name}.`}`;
 }
 
 // ---- keys -----------------------------------------------------------------------------------------------------------

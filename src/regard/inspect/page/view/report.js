@@ -20,8 +20,11 @@ export const otherHeads = otherReport ? headsOf(otherReport, true) : [];
 export const otherByName = new Map(otherHeads.map((head) => [head.name, head]));
 export const sameHeads = otherHeads.length === heads.length && heads.every((head) => otherByName.has(head.name));
 export const otherTokens = otherReport?.tokens ?? tokens;
-export const sameTokens =
-  otherTokens.length === tokens.length && tokens.slice(0, report.prompt_tokens).every((t, n) => t === otherTokens[n]);
+const firstOther = tokens.findIndex((token, n) => token !== otherTokens[n]);
+export const sharedTokens = firstOther < 0 ? tokens.length : firstOther; // from the first on
+export const samePrompt =
+  sharedTokens >= report.prompt_tokens && (otherReport ?? report).prompt_tokens === report.prompt_tokens;
+export const sameLength = otherTokens.length === tokens.length;
 export const kinds = [...new Set(heads.map((head) => head.kind))];
 if (sameHeads) measures.push(...differences());
 
