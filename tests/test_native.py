@@ -23,6 +23,7 @@ from regard import (
     explain,
     native,
 )
+from regard.backend.native import _chosen
 from regard.nn import MultiHeadAttention
 from regard.scores import Additive
 
@@ -96,6 +97,12 @@ def test_a_better_instruction_set_that_was_not_compiled_is_warned_of_once(monkey
     ):
         assert native.isa() == native.isas()[-1]
     assert native.isa() == native.isas()[-1]  # and no second warning, which would be an error
+    native._warn.cache_clear()
+    _chosen.cache_clear()
+    q = torch.randn(1, 2, 5, 11)
+    with pytest.warns(SlowWarning) as warned:
+        attend(q, q, q)
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
 
 
 @needs_library

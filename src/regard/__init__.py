@@ -41,5 +41,5 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        groups = ("cache", "extend", "flex", "inspect", "integrate", "linear", "nn", "parallel", "rope", "scores")
-        return sorted({"__version__", *groups, *__getattr__("__all__")})
+        groups = {"cache", "cost", "evaluate", "extend", "flex", "inspect", "integrate", "linear", "nn", "parallel"}
+        return sorted({"__version__", "rope", "scores", *groups, *__getattr__("__all__")})

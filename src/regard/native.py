@@ -73,7 +73,8 @@ def _warn(sentence: str, category: type[Warning]) -> None:
 def _outside() -> int:
     """How far up the stack the caller of our caller is that is neither regard nor torch: whose line a warning names."""
     frame, level = currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("regard", "torch"):
+    within = ("regard", "torch", "functools")  # which computes our cached properties
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in within:
         frame, level = frame.f_back, level + 1
     return level
 

@@ -158,6 +158,21 @@ def test_a_model_with_a_template_is_asked_and_others_go_on(folder, chatty, capsy
     assert generated(capsys, chatty, "--max-new-tokens", "7", prompt=" why? ")["tokens"] == asked
 
 
+OF_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endfor %}<says>"
+)
+REFUSES_A_TEXT = "{% if messages[0].content is string %}{{ raise_exception('no parts') }}{% endif %}" + OF_PARTS
+
+
+@pytest.mark.parametrize("template", [OF_PARTS, REFUSES_A_TEXT])
+def test_a_template_for_texts_and_images_gets_the_prompt_as_a_part(template):
+    tokenizer = tiny.byte_level()
+    tokenizer.chat_template = template
+    found = generate_text.prompt_ids(tokenizer, " why? ", chat=True)
+    assert found.tolist() == [tokenizer("<user>why?<says>")["input_ids"]]
+
+
 def test_it_stops_before_a_text_and_where_the_model_ends(folder, capsys, tmp_path):
     told = generated(capsys, folder, "--max-new-tokens", "29")
     stop = told["text"][11:13]
@@ -429,6 +444,7 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
         (["--explain", "--compare-cache"], "so --compare-cache has no effect"),
         (["--explain", "--stop", "."], "so --stop has no effect"),
         (["--explain", "--ignore-eos"], "so --ignore-eos has no effect"),
+        (["--explain", "--max-new-tokens", "5"], "--explain generates nothing, so --max-new-tokens has no effect"),
         (["--explain", "--temperature", "0"], "--explain generates nothing, so --temperature has no effect"),
         (["--max-new-tokens", "0", "--stop", "."], "--max-new-tokens 0 generates nothing, so --stop has no effect"),
         (["--max-new-tokens", "0", "--ignore-eos"], "so --ignore-eos has no effect"),
@@ -531,6 +547,25 @@ def test_a_template_that_fails(tmp_path, capsys):
     tiny.save(tmp_path, template="{{ raise_exception('system first') }}")
     assert main(["generate", PROMPT, "--model", str(tmp_path)]) == 2
     assert "chat template fails: system first. Give the prompt as it is, with --raw." in capsys.readouterr().err
+
+
+def test_a_template_that_fails_for_the_prompt_alone(tmp_path, capsys):
+    text = "{{ raise_exception('no questions') if '?' in messages[0].content else messages[0].content }}"
+    tiny.save(tmp_path, template=text)
+    assert main(["generate", "why?", "--model", str(tmp_path)]) == 2
+    assert "chat template fails: no questions. Give the prompt as it is, with --raw." in capsys.readouterr().err
+
+
+def test_a_template_that_changes_the_prompt(tmp_path, capsys):
+    text = "{{ raise_exception('too short') if messages[0].content | length < 4 else messages[0].content[1:] }}"
+    tiny.save(tmp_path, template=text)
+    assert main(["generate", PROMPT, "--model", str(tmp_path), "--max-new-tokens", "1"]) == 0
+
+
+def test_a_template_that_drops_the_prompt(tmp_path, capsys):
+    tiny.save(tmp_path, template="<says>")
+    assert main(["generate", PROMPT, "--model", str(tmp_path)]) == 2
+    assert "chat template drops the text of the user. Give the prompt as it is, with --raw." in capsys.readouterr().err
 
 
 # ---- how it ends ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 import regard.cost.machine
 from regard import explain
-from regard.cost.machine import Machine
+from regard.cost.machine import Efficiency, Machine
 from regard.cost.machines import find_machine, machine_names
 from regard.errors import ProblemError
 
@@ -74,11 +74,38 @@ LIMITS = {"name": "mine", "title": "Mine", "source": "me", "bandwidth": 1e11, "m
         ({"flops": {"float32": float("nan")}}, "^machine mine: float32 is nan: expected a number above 0.$"),
         ({"memory": 0}, "^machine mine: memory is 0: expected a number above 0.$"),
         ({"bandwidth": None}, "^machine mine: bandwidth is None: expected a number above 0.$"),
+        ({"count": 0}, "^machine mine: count is 0: expected a whole number from 1 on.$"),
+        ({"count": 1.5}, "^machine mine: count is 1.5: expected a whole number from 1 on.$"),
+        (
+            {"efficiency": {"float32": 0.5}},
+            "^machine mine: efficiency is {'float32': 0.5}: expected a regard.cost.mach",
+        ),
+        (
+            {"efficiency": 0.5},
+            "^machine mine: efficiency is 0.5: expected a regard.cost.machine.Efficiency by type, or ",
+        ),
+        (
+            {"efficiency": {"bf16": Efficiency(0.5, 1.0, 0.1)}},
+            "^machine mine: efficiency has 'bf16': expected names of",
+        ),
     ],
 )
 def test_a_machine_of_your_own_has_numbers_by_known_types(changes, message):
     with pytest.raises(ProblemError, match=message):
         Machine(**{**LIMITS, "flops": {"float32": 1e12}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"share": -1}, "^share of an Efficiency is -1: expected a number above 0.$"),
+        ({"few_share": None}, "^few_share of an Efficiency is None: expected a number above 0.$"),
+        ({"wide_share": "0.5"}, "^wide_share of an Efficiency is '0.5': expected a number above 0.$"),
+    ],
+)
+def test_an_efficiency_of_your_own_has_numbers(changes, message):
+    with pytest.raises(ProblemError, match=message):
+        Efficiency(**{"share": 0.5, "partial_cost": 1.0, "few_share": 0.1, **changes})
 
 
 def test_an_explained_call_of_a_type_without_a_figure_has_no_least_time():

@@ -14,7 +14,8 @@ from regard.evaluate import Passkey, Tokenizer, as_model, evaluate, task_of
 from regard.evaluate import prompts as our_prompts
 from regard.evaluate.answer import answers, found_in
 from regard.evaluate.harness import harness_config, questions_of
-from regard.evaluate.ruler import CommonWords, FrequentWords, chain
+from regard.evaluate.ruler.variables import chain
+from regard.evaluate.ruler.words import CommonWords, FrequentWords
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'regard[tools]'")
 pytestmark = pytest.mark.filterwarnings("ignore")

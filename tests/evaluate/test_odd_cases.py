@@ -114,6 +114,8 @@ class Own:
     """A task of a user, whose settings have names of other tasks."""
 
     context: str = "A book about whales."
+    questions: str = "Who?"
+    haystack: tuple[str, ...] = ("A field of hay.",)
     depths: str = "all"
     lengths: float = 0.5
     seed: int = 0
@@ -263,6 +265,17 @@ def test_a_window_may_fill_all_learned_positions(book):
         evaluate(Stream((65,), samples=1, haystack=book), model)
 
 
+def test_more_positions_than_the_table_has_are_refused():
+    config = GPT2Config(vocab_size=BYTES, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    config.bos_token_id = config.eos_token_id = None
+    model = GPT2LMHeadModel(config)
+    assert [as_model(model, positions=given).positions for given in (None, 32, 64)] == [64, 32, 64]
+    with pytest.raises(
+        ProblemError, match=r"positions is 4,000, and GPT2LMHeadModel has a table of 64 .*: expected 64"
+    ):
+        as_model(model, positions=4000)
+
+
 def test_a_model_that_learns_no_positions_reads_on_beyond_those_of_its_config(book):
     torch.manual_seed(0)
     config = NemotronHConfig(
@@ -270,7 +283,9 @@ def test_a_model_that_learns_no_positions_reads_on_beyond_those_of_its_config(bo
         num_key_value_heads=1, head_dim=8, layers_block_type=["attention"],
     )  # fmt: skip
     config.bos_token_id = config.eos_token_id = None
-    assert evaluate(Stream((80,), samples=1, haystack=book), NemotronHForCausalLM(config).eval()).loss.value < 7
+    for positions in (None, 4000):
+        model = as_model(NemotronHForCausalLM(config).eval(), positions=positions)
+        assert evaluate(Stream((80,), samples=1, haystack=book), model).loss.value < 7
 
 
 def test_positions_may_be_an_integer_of_numpy_and_no_bool(book, tmp_path):

@@ -213,10 +213,11 @@ def test_a_template_may_ask_for_the_day_in_any_form(form, day, monkeypatch):
 
 
 def test_a_template_that_asks_for_the_day_in_an_unknown_form_is_refused():
-    tokenizer = tiny.byte_level()
+    tokenizer, task = tiny.byte_level(), Passkey((400,), (0.5,), samples=1)
     tokenizer.chat_template = "{{ strftime_now('%d of %Ob') }}: {{ messages[0]['content'] }} 5 %"
+    assert len(list(task.examples(as_model(model, tokenizer)))) == 1
     with pytest.raises(ProblemError, match="the chat template asks for the day by %O: expected parts such as %d"):
-        Tokenizer.of(tokenizer)
+        list(dataclasses.replace(task, chat=True).examples(as_model(model, tokenizer)))
 
 
 def test_a_run_with_another_chat_template_is_refused_by_name(tmp_path):
@@ -239,6 +240,14 @@ def test_the_sentences_of_a_text_are_a_setting_where_few_begin_with_a_capital(na
     task = task_of(name, haystack=str(book))
     assert settings_of(task, as_model(model)).get("sentences") == count
     assert "sentences" not in settings_of(task_of("stream", haystack=str(book)), as_model(model))
+
+
+def test_results_of_a_task_that_had_a_book_are_not_continued(tmp_path):
+    task, file = task_of("vt", lengths=(2500,), samples=1), tmp_path / "results.jsonl"
+    with files.Writer(file, settings_of(task, as_model(model, label="model")) | {"haystack": "moby-dick"}, {}):
+        pass
+    with pytest.raises(ProblemError, match=r'haystack is "moby-dick" there and not set here. Name another file.$'):
+        evaluate(task, model, label="model", file=file)
 
 
 def test_a_run_with_other_questions_in_the_same_file_is_refused_by_name(tmp_path):

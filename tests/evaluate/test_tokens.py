@@ -121,10 +121,32 @@ OF_PARTS = (
 """As SmolVLM's template, whose messages are lists of texts and images."""
 
 
-def test_a_template_for_texts_and_images_gets_the_question_as_a_part():
+FIRST_PART = "[{{ (messages[0].content | selectattr('type', 'equalto', 'text') | list)[0].text }}]says:"
+REFUSES_A_TEXT = "{% if messages[0].content is string %}{{ raise_exception('no parts') }}{% endif %}" + OF_PARTS
+
+
+@pytest.mark.parametrize("template", [OF_PARTS, FIRST_PART, REFUSES_A_TEXT])
+def test_a_template_for_texts_and_images_gets_the_question_as_a_part(template):
     tokenizer = characters()
-    tokenizer.chat_template = OF_PARTS
+    tokenizer.chat_template = template
     assert Tokenizer.of(tokenizer).chat == ("[", "]says:")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('system\n  first') }}", "chat template fails: system first. Leave --chat out"),
+        ("{{ raise_exception('no ' ~ messages[0].content | length) }}", "chat template fails: no 1. Leave --chat out"),
+        ("{{ raise_exception('no ' ~ (messages[0].content is string)) }}", "fails: no True. Leave --chat"),
+        ({"tool_use": OF_PARTS}, "chat template fails: This model has multiple chat templates .*. Leave --chat out"),
+    ],
+)
+def test_a_template_that_fails_ends_tasks_with_chat_alone(template, message):
+    tokenizer, task = characters(), Passkey((700,), (0.5,), samples=1)
+    tokenizer.chat_template = template
+    assert len(list(task.examples(as_model(nothing, tokenizer)))) == 1
+    with pytest.raises(ProblemError, match=message):
+        list(dataclasses.replace(task, chat=True).examples(as_model(nothing, tokenizer)))
 
 
 @pytest.mark.parametrize("template", ["says:", "{% for each in messages %}{{ each.content * 2 }}{% endfor %}says:"])

@@ -238,6 +238,39 @@ def test_a_prompt_of_ruler_that_is_longer_than_its_length_is_refused():
     assert all(used <= length for length, used in found.items())
 
 
+def saying(example, text):
+    """A model that says this text after the prompt of an example, in bytes."""
+
+    def call(tokens):
+        said = tokens.shape[1] - len(example.tokens)
+        return torch.zeros(*tokens.shape, BYTES).index_fill(-1, torch.tensor([text.encode()[max(0, said)]]), 1.0)
+
+    return call
+
+
+def numbered(answers):
+    return " ".join(f"{i}. {answer}" for i, answer in enumerate(answers, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"), [("vt", ", ".join), ("cwe", numbered), ("fwe", ", ".join), ("niah_multivalue", ", ".join)]
+)
+def test_all_answers_of_ruler_have_room_in_what_is_generated(name, listed, tmp_path):
+    (tmp_path / "book.txt").write_text(" ".join(f"walking{a}{b}{c}." for a in "abcde" for b in "abcde" for c in "abc"))
+    task = in_book(name, str(tmp_path / "book.txt"), lengths=(2500,), samples=1)
+    (example,) = task.examples(as_model(uniform))
+    text = f" {listed(example.answers)}"
+    assert example.new_tokens == max(task.new_tokens, len(text))
+    assert len(example.tokens) + example.new_tokens <= 2500
+    assert evaluate(task, saying(example, text.ljust(example.new_tokens))).score.value == 1
+
+
+def test_ruler_generates_its_own_number_of_tokens_where_a_letter_is_a_token_with_its_space():
+    tokenizer = Tokenizer(lambda text: [ord(letter) for letter in text if letter != " "], str)
+    examples = task_of("vt", lengths=(2500,), samples=5).examples(as_model(uniform, tokenizer))
+    assert [each.new_tokens for each in examples] == [30] * 5
+
+
 @pytest.mark.parametrize("name", ["vt", "fwe", "niah_single_1", "niah_multikey_2", "niah_multikey_3"])
 def test_a_task_of_ruler_without_a_book_reads_none(name, monkeypatch):
     monkeypatch.setattr(corpus, "_moby_dick", lambda: pytest.fail("a book was read"))

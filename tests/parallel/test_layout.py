@@ -132,6 +132,27 @@ def test_layouts_of_iterators_equal_those_of_tuples() -> None:
     assert Layout(8, (iter([part]) for part in (range(4), range(4, 8)))) == Layout.contiguous(8, 2)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("integer", [np.int64, torch.tensor])
+def test_counts_are_any_integers(integer: Callable[[int], Any]) -> None:
+    tokens, ranks, block = integer(97), integer(3), integer(8)
+    found = [
+        Layout.contiguous(tokens, ranks),
+        Layout.zigzag(tokens, ranks),
+        Layout.striped(tokens, ranks),
+        Layout.striped(tokens, ranks, block),
+        Layout.balanced(tokens, ranks, Causal()),
+    ]
+    expected = [
+        Layout.contiguous(97, 3),
+        Layout.zigzag(97, 3),
+        Layout.striped(97, 3),
+        Layout.striped(97, 3, 8),
+        Layout.balanced(97, 3, Causal()),
+    ]
+    assert found == expected
+    assert [each.digest for each in found] == [each.digest for each in expected]
+
+
 def test_sending_is_any_real_number() -> None:
     assert Layout.balanced(97, 3, Causal(), sending=np.float32(4)) == Layout.balanced(97, 3, Causal(), sending=4.0)  # pyright: ignore[reportArgumentType]
 

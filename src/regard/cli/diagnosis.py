@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import regard
+from regard.folders import expanded
 from regard.machine import processor
 
 
@@ -285,14 +286,14 @@ def _compiler() -> dict[str, Any]:
 
 def _caches(problems: list[str]) -> dict[str, dict[str, Any]]:
     """The folders of compiled things: regard's plans and schedules are in memory only."""
-    default = Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    default = str(Path(tempfile.gettempdir(), f"torchinductor_{_user()}"))
     folders = {
         "torch.compile": ("TORCHINDUCTOR_CACHE_DIR", default),
-        "triton": ("TRITON_CACHE_DIR", Path("~/.triton/cache")),
+        "triton": ("TRITON_CACHE_DIR", "~/.triton/cache"),
     }
     found: dict[str, dict[str, Any]] = {}
     for name, (variable, usual) in folders.items():
-        folder = Path(os.path.expanduser(os.environ.get(variable) or usual))  # noqa: PTH111  pathlib's fails without a home
+        folder = expanded(os.environ.get(variable) or usual)
         if (name == "torch.compile" or _installed("triton")) and (why := _unwritable(folder)):
             problems.append(f"{name} cannot write into {folder} ({why}), and fails: set {variable} to another folder.")
         found[name] = {"folder": str(folder), **_size(folder)}

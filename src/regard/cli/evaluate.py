@@ -6,7 +6,6 @@ task, model, cache -> examples, one by one into FILE.jsonl -> table on stdout, J
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from regard.cli import generate_options
@@ -14,6 +13,7 @@ from regard.cli.argument_types import chosen_options, count, counts, shares, thr
 from regard.cli.generate import DTYPES
 from regard.cli.outputs import STDOUT, OutputFile, add_force, add_json, check_outputs, output_files
 from regard.errors import ProblemError
+from regard.folders import expanded
 from regard.integrate.model_folder import check_name
 
 OF_SHOW = ("task", "files", "json", "plot", "html", "force")
@@ -120,7 +120,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 def has_file(model: str | None) -> bool:
     """Whether a model is named as `FILE.py:NAME`; the name of a folder may have a colon as well."""
-    return model is not None and ":" in model and not Path(model).expanduser().is_dir()
+    return model is not None and ":" in model and not expanded(model).is_dir()
 
 
 def files_of(args: argparse.Namespace) -> list[OutputFile]:

@@ -80,7 +80,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ProblemError("--stop is empty, and every text begins with that: give a character or more.")
     of_text = ("stop", "ignore_eos", "temperature", "top_p", "top_k", "seed")
     for cause, is_given, names in (
-        ("--explain", args.explain, ("json", "compare_cache", *of_text)),
+        ("--explain", args.explain, ("json", "compare_cache", "max_new_tokens", *of_text)),
         ("--max-new-tokens 0", args.max_new_tokens == 0, of_text),
     ):
         if is_given and (options := chosen_options(args, {name: args.defaults[name] for name in names})):

@@ -21,6 +21,7 @@ from regard.cli.outputs import STDOUT, write_json
 from regard.cli.progress import progress_bars
 from regard.cli.text_stream import TextStream
 from regard.errors import ProblemError
+from regard.evaluate.chat_template import CONTENTS, MARK, MarkedPrompt, marked_prompt, template_fails
 from regard.storage.stored import Rolling
 
 CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | dict.fromkeys(range(127, 160), "�")
@@ -158,22 +159,35 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
     """The tokens of a prompt, int64 [1, tokens]: as a question in the model's chat template, or as it is.
 
     Raises:
-        ProblemError: the template fails, or there are no tokens.
+        ProblemError: the template fails or drops the text, or there are no tokens.
     """
-    if chat:
-        try:
-            messages = [{"role": "user", "content": text.strip()}]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # noqa: BLE001  a template is a program, which raises anything
-            why = " ".join(str(error).split())[:160]
-            raise ProblemError(
-                f"the model's chat template fails: {why}. Give the prompt as it is, with --raw."
-            ) from None
-    else:
-        ids = tokenizer(text)["input_ids"]
+    ids = _chat_ids(tokenizer, text.strip()) if chat else tokenizer(text)["input_ids"]
     if not ids:
         raise ProblemError(f"the prompt {text[:40]!r} has no tokens in this model: expected a word or more.")
     return torch.tensor([ids])
+
+
+RAW = "Give the prompt as it is, with --raw."
+
+
+def _chat_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of the chat template for a text of the user."""
+
+    def of(text: str) -> list[int]:
+        messages = [{"role": "user", "content": prompt.content(text)}]
+        try:
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # noqa: BLE001  a template is a program, which raises anything
+            raise template_fails(error, RAW) from None
+
+    try:
+        prompt = marked_prompt(tokenizer, RAW)
+    except ProblemError:  # it may take this text all the same
+        prompt = MarkedPrompt(CONTENTS[0], "")
+    ids = of(text)
+    if MARK not in prompt.text and ids == of(f"{text} {MARK}"):
+        raise ProblemError(f"the model's chat template drops the text of the user. {RAW}")
+    return ids
 
 
 def new_tokens(model: Any, prompt: int, limit: int | None, window: int | None) -> int:

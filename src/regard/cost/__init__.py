@@ -66,3 +66,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'regard.cost' has no attribute {name!r}")
     return getattr(import_module(f"regard.cost.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,12 +5,15 @@ and Patterson 2009, Roofline: An Insightful Visual Performance Model for Multico
 less; real kernels need more.
 """
 
+import math
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import cast
 
 from regard.errors import ProblemError
+from regard.integers import is_integer
 
 TYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "fp8", "int8")
 """The types of products by their names."""
@@ -31,6 +34,9 @@ class Efficiency:
         stream_share: of the bandwidth, in matrix products of one row; None where it was not measured.
         wide_share: of the peak, on FULL tiles of 128 dims; None where it was not measured.
         gradient_share: of the peak, in the backward pass on FULL tiles of 64 dims; None where it was not measured.
+
+    Raises:
+        ProblemError: one is no number above 0.
     """
 
     share: float
@@ -40,6 +46,12 @@ class Efficiency:
     stream_share: float | None = None
     wide_share: float | None = None
     gradient_share: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (_is_above_0(value) or (value is None and each.default is None)):
+                raise ProblemError(f"{each.name} of an Efficiency is {value!r}: expected a number above 0.")
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,8 @@ class Machine:
         checked: another public page that has the figures, and which of them; "" where none was compared.
 
     Raises:
-        ProblemError: a type is not known, or a limit is no number above 0.
+        ProblemError: a type is not known, a limit is no number above 0, count is no whole number from 1 on, or a
+            value of efficiency is no `Efficiency`.
     """
 
     name: str
@@ -76,12 +89,32 @@ class Machine:
             raise ProblemError(
                 f"machine {self.name}: flops is {self.flops!r}: expected FLOP/s by type, such as {{'float32': 1e12}}."
             )
-        if unknown := [each for each in self.flops if each not in TYPES]:
-            raise ProblemError(f"machine {self.name}: flops has {unknown[0]!r}: expected names of {', '.join(TYPES)}.")
+        self._check_types("flops", self.flops)
         limits = {"bandwidth": self.bandwidth, "memory": self.memory, "fast_memory": self.fast_memory}
         for name, value in {**limits, **self.flops}.items():
-            if not isinstance(cast(object, value), Real) or not value > 0:
+            if not _is_above_0(value):
                 raise ProblemError(f"machine {self.name}: {name} is {value!r}: expected a number above 0.")
+        if not is_integer(self.count, least=1):
+            raise ProblemError(f"machine {self.name}: count is {self.count!r}: expected a whole number from 1 on.")
+        object.__setattr__(self, "count", operator.index(self.count))
+        self._check_efficiency(self.efficiency)
+
+    def _check_efficiency(self, found: object) -> None:
+        """Raise `ProblemError` for what is no mapping from types to `Efficiency`, and not None."""
+        if found is None:
+            return
+        values = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else None
+        if values is None or not all(isinstance(each, Efficiency) for each in values.values()):
+            raise ProblemError(
+                f"machine {self.name}: efficiency is {found!r}: expected a regard.cost.machine.Efficiency by type, or "
+                "None."
+            )
+        self._check_types("efficiency", values)
+
+    def _check_types(self, name: str, found: Mapping[str, object]) -> None:
+        """Raise `ProblemError` for a type that is not known."""
+        if unknown := [each for each in found if each not in TYPES]:
+            raise ProblemError(f"machine {self.name}: {name} has {unknown[0]!r}: expected names of {', '.join(TYPES)}.")
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of a type.
@@ -109,3 +142,7 @@ class Machine:
     def balance(self, dtype: str) -> float:
         """FLOPs for each byte at which products and memory take equally long."""
         return self.peak(dtype) / self.bandwidth
+
+
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, Real) and value is not True and 0 < cast(float, value) < math.inf

@@ -1,7 +1,6 @@
 """The published models of models.toml, by name; each row has the shapes of a model and their source."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from regard.cost.config import from_config, read_config
@@ -11,6 +10,7 @@ from regard.cost.model import Model
 from regard.cost.near_names import unknown_name
 from regard.cost.tables import table
 from regard.errors import ProblemError
+from regard.folders import expanded
 
 
 def model_names() -> list[str]:
@@ -49,7 +49,7 @@ def load_model(name: str) -> Model:
     Raises:
         ProblemError: there is no such model; the file is no configuration, or one that cannot be counted.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir() or path.suffix == ".json":
         return read_config(path / "config.json" if path.is_dir() else path)
     if name.startswith((".", "/", "~")) or "\\" in name:

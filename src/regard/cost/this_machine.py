@@ -13,6 +13,7 @@ from typing import Any, cast
 from regard.atomic_write import write_whole
 from regard.cost.machine import Efficiency, Machine
 from regard.errors import ProblemError
+from regard.folders import cache_folder
 from regard.machine import cache_sizes, model, processor
 
 FALLBACK_FAST_MEMORY = 1 << 20
@@ -24,8 +25,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 def stored_at(name: str = "this") -> Path:
     """The file: `regard/machine.json`, for `this-cpu` `regard/machine-cpu.json`, in `$XDG_CACHE_HOME` or `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "regard" / {"this": "machine.json", "this-cpu": "machine-cpu.json"}[name]
+    return cache_folder() / {"this": "machine.json", "this-cpu": "machine-cpu.json"}[name]
 
 
 def identity() -> str:

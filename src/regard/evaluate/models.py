@@ -168,7 +168,7 @@ def as_model(
 
     Raises:
         ProblemError: it is none of these, a cache for a model without one, or for a `Model`, or positions that are no
-            count.
+            count, or more than the model has in a table.
 
     >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
     'uniform'
@@ -278,6 +278,12 @@ def _of_transformers(
     from regard.integrate.cache import regard_cache
     from regard.integrate.transformers import use_regard
 
+    name = label or model.config.name_or_path or type(model).__name__
+    most, has_table = context_of(model), has_position_table(model)
+    if has_table and positions is not None and most is not None and positions > most:
+        raise ProblemError(
+            f"positions is {positions:,}, and {name} has a table of {most:,} positions: expected {most:,} or fewer."
+        )
     use_regard(model)
 
     def call(tokens: Tensor, past: Any, last: int) -> Tensor:
@@ -290,11 +296,8 @@ def _of_transformers(
             call, regard_cache(model, layout=cache.layout, codec=cache.codec, evict=cache.evict), model.device
         )
 
-    config = model.config.get_text_config(decoder=True)
-    return Model(
-        label or model.config.name_or_path or type(model).__name__, start, tokenizer,
-        positions or context_of(model), has_position_table(model), config.vocab_size, cache, _digest(model), model,
-    )  # fmt: skip
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return Model(name, start, tokenizer, positions or most, has_table, vocabulary, cache, _digest(model), model)
 
 
 def _with_ends(tokenizer: Tokenizer, model: Any) -> Tokenizer:

@@ -127,9 +127,10 @@ def check_same(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
     ours = json.loads(json.dumps(ours))
     for key in [*ours, *theirs]:
         if ours.get(key) != theirs.get(key):
+            advice = "Name another file, or run with its settings." if key in ours else "Name another file."
             raise ProblemError(
                 f"{name} has results of another run: {key} is {_shown(theirs, key)} there and {_shown(ours, key)} "
-                "here. Name another file, or run with its settings."
+                f"here. {advice}"
             )
 
 

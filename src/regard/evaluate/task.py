@@ -196,6 +196,6 @@ def prompt_parts(tokenizer: Tokenizer, chat: bool, text: str) -> tuple[list[int]
     if not chat:
         return [*tokenizer.start, *tokenizer.encode(text)], []
     if tokenizer.chat is None:
-        raise ProblemError("the model has no chat template that contains the question exactly once: leave --chat out.")
+        raise ProblemError(tokenizer.no_chat)
     before, after = tokenizer.chat
     return [*tokenizer.encode(before), *tokenizer.encode_after(text)], tokenizer.encode_after(after)

@@ -6,11 +6,11 @@ import itertools
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from typing import Any, cast
 
 from regard.errors import ProblemError
+from regard.evaluate.chat_template import NO_CHAT, texts_around
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,7 @@ class Tokenizer:
             question exactly once.
         vocabulary: tokens that it can make; None if unknown.
         decode_all: the text of tokens with the special ones; None where `decode` gives them, too.
+        no_chat: the error of a task that needs `chat` where it is None.
 
     >>> Tokenizer.of(None).encode("é!")
     [195, 169, 33]
@@ -38,6 +39,7 @@ class Tokenizer:
     chat: tuple[str, str] | None = None
     vocabulary: int | None = None
     decode_all: Callable[[Sequence[int]], str] | None = None
+    no_chat: str = NO_CHAT
 
     def encode_after(self, text: str) -> list[int]:
         """The tokens of a text that follows another one, without special ones.
@@ -140,22 +142,29 @@ def _text_of_bytes(ids: Sequence[int]) -> str:
     )
 
 
-MARK = "\N{SYMBOL FOR SUBSTITUTE}"
-
-
 def _of_transformers(tokenizer: Any) -> Tokenizer:
     special = set(tokenizer.all_special_ids)
     whole = tokenizer("x", verbose=False)["input_ids"]
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    chat, no_chat = _chat(tokenizer)
     return Tokenizer(
         lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         tuple(whole[: next((i for i, token in enumerate(whole) if token not in special), 0)]),
         end,
-        _chat(tokenizer),
+        chat,
         len(tokenizer),
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        no_chat,
     )
+
+
+def _chat(tokenizer: Any) -> tuple[tuple[str, str] | None, str]:
+    """(`Tokenizer.chat`, `Tokenizer.no_chat`): most tasks need no chat template, so that one may fail."""
+    try:
+        return texts_around(tokenizer), NO_CHAT
+    except ProblemError as error:
+        return None, str(error)
 
 
 def _signs(text: str) -> str:
@@ -189,61 +198,3 @@ def _start(tokenizer: Any) -> tuple[int, ...]:
         return ()
     mask = list[int](whole.special_tokens_mask)
     return tuple(whole.ids[: mask.index(0) if 0 in mask else 0])
-
-
-TODAY = date(2024, 7, 26)
-"""The day of every prompt: the one of Llama 3.1's chat template where it cannot know the day."""
-
-_WHOLE = {
-    "c": "%a %b %e %T %Y", "x": "%D", "X": "%T", "D": "%m/%d/%y", "e": f"{TODAY.day:2}", "F": "%Y-%m-%d", "h": "%b",
-    "R": "%H:%M", "T": "%H:%M:%S",
-}  # fmt: skip
-"""Format codes that abbreviate other format codes; each comes before the codes that it contains."""
-
-_PARTS = (
-    _WHOLE
-    | {part: TODAY.strftime(f"%{part}") for part in "aAbBdfGHIjmMpSuUVwWyYzZ"}
-    | {f"-{part}": TODAY.strftime(f"%{part}").lstrip("0") or "0" for part in "dHIjmMSy"}
-)
-"""What each format code becomes on that day, at midnight."""
-
-UNKNOWN = "\N{SYMBOL FOR NEGATIVE ACKNOWLEDGE}"
-CLOCK = (
-    "{% macro strftime_now(format) %}{{ format"
-    + "".join(f"|replace('%{part}', '{text}')" for part, text in _PARTS.items())
-    + f"|replace('%', '{UNKNOWN}') }}}}{{% endmacro %}}\n"
-)
-"""What is put before a chat template that asks for the day, so that it gets `TODAY`; `UNKNOWN` for other parts."""
-
-
-def _chat(tokenizer: Any) -> tuple[str, str] | None:
-    """The texts of the chat template: the same on every day, as are the examples and the digest.
-
-    A template for texts and images drops a question that is a text, and takes a list of parts.
-
-    Raises:
-        ProblemError: it asks for the day in a format that has parts beyond `_PARTS`.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    text = _in_template(tokenizer, MARK)
-    if MARK not in text:
-        text = _in_template(tokenizer, [{"type": "text", "text": MARK}])
-    if UNKNOWN in text:
-        part = text.partition(UNKNOWN)[2][:1]
-        raise ProblemError(
-            f"the chat template asks for the day by %{part}: expected parts such as %d, %B or %Y. Change the template, "
-            "or set the tokenizer's chat_template to None for tasks without chat."
-        )
-    if text.count(MARK) != 1:
-        return None
-    before, _, after = text.partition(MARK)
-    return before, after
-
-
-def _in_template(tokenizer: Any, content: Any) -> str:
-    """The text of the chat template for a message of the user."""
-    messages, options = [{"role": "user", "content": content}], {"add_generation_prompt": True, "tokenize": False}
-    if "strftime_now" in str(tokenizer.chat_template):
-        options["chat_template"] = CLOCK + tokenizer.get_chat_template()
-    return tokenizer.apply_chat_template(messages, **options)

@@ -53,3 +53,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'regard.parallel' has no attribute {name!r}")
     return getattr(import_module(f"regard.parallel.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

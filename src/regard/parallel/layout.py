@@ -197,7 +197,7 @@ class Layout:
     @classmethod
     def zigzag(cls, tokens: int, ranks: int) -> "Layout":
         """Rank r has parts r and 2 * ranks - 1 - r of 2 * ranks: equal work under a causal mask."""
-        even_parts(tokens, ranks)  # checks both
+        tokens, ranks = _whole(tokens, ranks)
         parts = even_parts(tokens, 2 * ranks)
         return cls(tokens, tuple(joined([parts[r], parts[2 * ranks - 1 - r]]) for r in range(ranks)))
 
@@ -209,9 +209,10 @@ class Layout:
             block: tokens dealt at once. Kernels compute tiles of 64 tokens: with blocks of 64 or more, few of the tiles
                 are partial.
         """
-        even_parts(tokens, ranks)  # checks both
+        tokens, ranks = _whole(tokens, ranks)
         if not is_integer(block, least=1):
             raise ProblemError(f"Layout.striped(block={block!r}): expected a whole number of tokens, 1 or more.")
+        block = operator.index(block)
         if block == 1:
             return cls(tokens, tuple((range(r, tokens, ranks),) if r < tokens else () for r in range(ranks)))
         blocks = [range(start, min(start + block, tokens)) for start in range(0, tokens, block)]
@@ -233,7 +234,7 @@ class Layout:
         >>> Layout.balanced(4096, 2, Causal()).counts
         (2048, 2048)
         """
-        even_parts(tokens, ranks)  # checks both
+        tokens, ranks = _whole(tokens, ranks)
         is_number = isinstance(cast(object, sending), Real) and not isinstance(sending, bool)
         if not is_number or not 0 <= sending < math.inf:
             raise ProblemError(f"Layout.balanced(sending={sending!r}): expected a finite number of pairs, 0 or more.")
@@ -250,14 +251,24 @@ def positions_of(ranges: Sequence[range]) -> NDArray[np.int64]:
 
 def even_parts(tokens: int, parts: int) -> list[range]:
     """The positions in parts of nearly equal length; the first ones have one more where it is uneven."""
+    tokens, parts = _whole(tokens, parts)
+    size, more = divmod(tokens, parts)
+    stops = [i * size + min(i, more) for i in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(stops)]
+
+
+def _whole(tokens: int, parts: int) -> tuple[int, int]:
+    """Both as Python's integers.
+
+    Raises:
+        ProblemError: one is no whole number, or too small.
+    """
     if not (is_integer(tokens, least=0) and is_integer(parts, least=1)):
         raise ProblemError(
             f"a layout of {tokens!r} tokens in {parts!r} parts: expected whole numbers, 0 or more tokens and 1 or more "
             "parts."
         )
-    size, more = divmod(tokens, parts)
-    stops = [i * size + min(i, more) for i in range(parts + 1)]
-    return [range(a, b) for a, b in pairwise(stops)]
+    return operator.index(tokens), operator.index(parts)
 
 
 def joined(parts: Sequence[range]) -> tuple[range, ...]:
