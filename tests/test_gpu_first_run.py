@@ -73,6 +73,7 @@ def test_a_check_has_each_tensor_where_a_gpu_needs_it(name: str):
     assert found["ok"], found
 
 
+@pytest.mark.exhaustive
 def test_checks_are_compared_and_listed(tmp_path: Path):
     done, found = first_run(tmp_path, "--of", "sdpa float32 dense", "sdpa float32 alibi", "--skip", "bench")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{found}"

@@ -187,9 +187,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("contiguous", "evicting", "pages of int4")
-        else pytest.param(name, marks=pytest.mark.exhaustive)
+        name if name in ("contiguous", "pages of int4") else pytest.param(name, marks=pytest.mark.exhaustive)
         for name in CACHES
     ],
 )

@@ -184,6 +184,7 @@ WANTED = {
 """The kernels that the gradients of some inputs need, where one pass sums those of keys and values."""
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("names", WANTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_only_kernels_start_whose_gradients_are_wanted(names: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):

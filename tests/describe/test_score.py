@@ -176,7 +176,9 @@ def test_a_score_compiles_to_one_graph_with_gradients_of_its_weights(name: str):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [Gaussian, Laplacian, Epanechnikov])
+@pytest.mark.parametrize(
+    "kernel", [Gaussian, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (Laplacian, Epanechnikov))]
+)
 def test_one_compiled_function_takes_any_bandwidth(kernel: type[Gaussian | Laplacian | Epanechnikov]):
     q, k, v = (t.detach().float() for t in small())
     torch._dynamo.reset()

@@ -172,6 +172,7 @@ def written_to(mask: BlockMask) -> None:
     mask.kv_num_blocks[..., 2] = 0
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("change", [replaced, written_to])
 def test_lists_that_are_changed_decide(change: Any, inside: bool):
@@ -283,7 +284,9 @@ FLOATS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("where", "alpha") else pytest.mark.exhaustive) for name in FLOATS]
+)
 def test_a_float_is_not_rounded_where_it_changes_from_call_to_call(name: str):
     def run(q: Tensor, k: Tensor, v: Tensor, c: float) -> Tensor:
         return flex_attention(q, k, v, FLOATS[name](c))

@@ -47,7 +47,7 @@ def together(m: Any) -> list[list[int]]:
 @pytest.mark.filterwarnings("ignore")  # of transformers, about its own settings
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gemma3", "gemma3n", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gemma2", "gpt_oss"))],
+    ["llama", "gemma3n", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gemma2", "gemma3", "gpt_oss"))],
 )
 def test_requests_in_one_batch_write_what_they_write_alone(name: str, monkeypatch: pytest.MonkeyPatch):
     """Long prompts in pieces, windows, softcap, sinks, layers that read the keys of others."""

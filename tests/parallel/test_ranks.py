@@ -125,6 +125,7 @@ def test_ranks_whose_caches_have_other_blocks_are_told_on_every_rank(trio: Worke
         assert seconds < TIMEOUT
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_decode_another_step_of_a_form_that_they_know_are_told(three: Workers):
     words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": cases.decode}
     del words["dout"]
