@@ -78,7 +78,6 @@ function sinkText({ sinks }) {
   return `Sinks: ${parts.join(", ")}.`;
 }
 
-
 export function drawNotes() {
   $("definitions").replaceChildren(
     ...Object.entries(definitions).flatMap(([key, { formula, unit, source, chance }]) => [
