@@ -1,6 +1,7 @@
 """Folders of the user, where there is a home and where there is none."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,5 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.usefixtures("homeless")
 def test_without_a_home_a_tilde_names_nothing_and_the_cache_is_among_the_temporary_files():
-    assert not expanded("~/model").exists()
-    assert cache_folder().is_absolute()
-    assert "~" not in str(cache_folder())
+    assert expanded("~/model") == Path("~/model")
+    assert cache_folder().is_relative_to(tempfile.gettempdir())

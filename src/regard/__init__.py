@@ -41,5 +41,6 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        groups = {"cache", "cost", "evaluate", "extend", "flex", "inspect", "integrate", "linear", "nn", "parallel"}
-        return sorted({"__version__", "rope", "scores", *groups, *__getattr__("__all__")})
+        rooms = ("cache", "cost", "evaluate", "flex", "inspect", "integrate", "linear", "nn", "parallel")
+        groups = ("extend", "rope", "scores")
+        return sorted({"__version__", *rooms, *groups, *__getattr__("__all__")})

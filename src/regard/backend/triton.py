@@ -114,7 +114,7 @@ def decode_seen(
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels by its interpreter, on tensors of the CPU."""
+    """Whether Triton will run kernels in its interpreter; known without importing Triton."""
     return environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 

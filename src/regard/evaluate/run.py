@@ -29,7 +29,7 @@ from regard.evaluate.haystack import digest, digest_of_file
 from regard.evaluate.models import CacheOptions, Model, as_model
 from regard.evaluate.results import Results
 from regard.evaluate.task import Example, Passage, Task, settings
-from regard.evaluate.tasks import TASKS, check_task, class_of
+from regard.evaluate.tasks import check_task, class_of, is_of_regard
 from regard.integrate.evaluation_mode import evaluating
 
 Progress = Callable[[int, int], None]
@@ -104,8 +104,8 @@ def settings_of(task: Task, model: Model) -> dict[str, Any]:
 
     A file counts by its content, a tokenizer by its tokens of fixed texts.
     """
-    is_ours = isinstance(task, tuple(TASKS.values()))  # a user's own task may have settings of these names
-    text, questions = (getattr(task, name, None) if is_ours else None for name in ("haystack", "questions"))
+    of_regard = is_of_regard(task)
+    text, questions = (getattr(task, name, None) if of_regard else None for name in ("haystack", "questions"))
     files = ({} if text is None else {"text": digest(text)}) | (
         {} if questions is None else {"questions_digest": digest_of_file(questions)}
     )

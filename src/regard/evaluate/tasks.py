@@ -35,8 +35,13 @@ def task_of(name: str, **options: Any) -> Task:
 def check_task(task: Any) -> None:
     """Raise `ProblemError` for what is no task, and for a task of `TASKS` with settings that no text can have."""
     check_is_task(task)
-    if isinstance(task, tuple(TASKS.values())):
+    if is_of_regard(task):
         check_settings(task)
+
+
+def is_of_regard(task: Any) -> bool:
+    """Whether a task is one of `TASKS` or derived from one, and not a user's own, whose settings mean anything."""
+    return isinstance(task, tuple(TASKS.values()))
 
 
 def class_of(name: str) -> type[Any]:

@@ -83,7 +83,7 @@ def of_queries(
 
 
 def of_keys(call: Call, i: Inputs, rows: Rows, k_wanted: bool, v_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of keys and values, those that are wanted."""
+    """The gradients of the keys and of the values; None for one that is not wanted."""
     s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
     group, blocks = heads // kv_heads, blocks_of(keys_blocks, i)
     dk, dv = (

@@ -65,7 +65,7 @@ def regard_cache(
         layout: how tokens are stored: `Contiguous` (None), `Rolling`, `Paged`. `Contiguous(capacity=n)` without a codec
             has fixed shapes, as `torch.compile` needs them. `Rolling(window)` uses the model's `Rope`.
         codec: how elements are stored: `Int8`, `Int4`, `Fp8` or a float dtype; None: as they come.
-        evict: an eviction policy (`regard.cache.evict`); those that read queries compute weights without a softcap.
+        evict: an eviction policy (`regard.cache.evict`). H2O, TOVA, SnapKV and ExpectedAttention ignore a softcap.
             Each layer evicts as soon as its attention has read a prompt, or a chunk of one, so that one layer at a time
             holds it whole. `ExpectedAttention` uses the model's `Rope`,
             if there is one. A list has one policy for each layer, None for layers that keep all, for layers with a
@@ -226,7 +226,7 @@ class RegardCache(DynamicCache):
         if not torch.compiler.is_compiling():
             self._check_lengths()
             self._check_reached()
-            for layer in self._with_state().values():
+            for layer in self._stateful_layers().values():
                 layer.is_reached = False  # a pass begins
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -301,7 +301,7 @@ class RegardCache(DynamicCache):
             lengths |= dict(zip(waiting, read, strict=True))
         return lengths
 
-    def _with_state(self) -> dict[int, Any]:
+    def _stateful_layers(self) -> dict[int, Any]:
         """The layers that keep a state of all tokens, as of linear attention; each knows if a pass has reached it."""
         return {i: layer for i, layer in enumerate(self.layers) if hasattr(layer, "update_conv_state")}
 
@@ -314,7 +314,7 @@ class RegardCache(DynamicCache):
         attending, lengths = self._attending(), self._lengths()
         most, least = max(lengths.values(), default=0), min(lengths.values(), default=0)
         counts = dict.fromkeys(range(len(self.layers)), most) | lengths
-        counts |= {i: most if layer.is_reached else least for i, layer in self._with_state().items()}
+        counts |= {i: most if layer.is_reached else least for i, layer in self._stateful_layers().items()}
         left = most + tokens_to_remove
         removed = {i: tokens_to_remove if tokens_to_remove > 0 else min(left - n, 0) for i, n in counts.items()}
         for i, layer in attending.items():
@@ -331,7 +331,7 @@ class RegardCache(DynamicCache):
 
         All lengths are equal where it failed before the first layer of attention, or after the last.
         """
-        layers = self._with_state()
+        layers = self._stateful_layers()
         reached = [i for i, layer in layers.items() if layer.is_reached]
         if 0 < len(reached) < len(layers):
             raise ProblemError(

@@ -18,7 +18,7 @@ from regard.describe.mask_by_rule import Causal, Window
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.errors import ProblemError
-from regard.integrate.projections import affine_of, projections_of
+from regard.integrate.projections import affine_of, has_matrix, projections_of
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention, check_linear
 from regard.nn.norm import RMSNorm
@@ -59,7 +59,7 @@ def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAt
     SpecModule(Rope(dim=8, base=10000.0))
     """
     _check_kind("an attention layer", config)
-    check_linear(layer, *(name for name, part in layer.named_children() if _is_projection(part)))
+    check_linear(layer, *(name for name, part in layer.named_children() if has_matrix(part)))
     return with_weights_of(layer, config)
 
 
@@ -172,12 +172,6 @@ def _multi_head(layer: Any, config: Any) -> MultiHeadAttention:
         _fill_norm(made.q_norm, layer.q_norm)
         _fill_norm(made.k_norm, layer.k_norm)
     return made
-
-
-def _is_projection(part: nn.Module) -> bool:
-    """Whether a part of a layer has a matrix of floats; `affine_of` refuses those of other types."""
-    weight = getattr(part, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
 
 
 def _mask(layer: Any, config: Any) -> Mask | None:

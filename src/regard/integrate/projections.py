@@ -102,15 +102,21 @@ def affine_of(projection: Any) -> Affine:
     Raises:
         ProblemError: it is neither, or computes more than them (an adapter), or its weights are no floats (quantised).
     """
-    weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+    if not has_matrix(projection):
         raise ProblemError(
             f"a projection is {type(projection).__name__}, whose weight is no matrix of floats: load the model without "
             "quantisation."
         )
     if type(projection).__name__ not in PLAIN and (reason := with_forward_of_its_own(projection)) is not None:
         raise ProblemError(f"a projection {reason}")
+    weight = projection.weight
     return Affine(weight.mT if _is_transposed(projection) else weight, projection.bias)
+
+
+def has_matrix(part: nn.Module) -> bool:
+    """Whether the weight of a part of a layer is a matrix of floats: not of a norm, and not quantised."""
+    weight = getattr(part, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
 
 
 def _is_transposed(projection: Any) -> bool:

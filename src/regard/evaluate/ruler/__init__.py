@@ -1,4 +1,4 @@
-"""RULER's tasks: Hsieh et al. 2024, arXiv:2404.06654. Prompts, counts and scores are those that it publishes.
+"""The tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654), with the prompts, sizes and metrics of its repository.
 
 | task | hidden | expected |
 |---|---|---|

@@ -114,7 +114,7 @@ class RulerTask:
         return context, question
 
     def _fitting(self, model: Model, length: int, units: int, name: str) -> Question:
-        """An example; where its words have more tokens than those that were counted, it has fewer units."""
+        """An example with `units` units, or with fewer if its prompt is longer than the length allows."""
         while True:
             text = self.make(units, generator(self, name), length)
             context, question = self._ids(model, text)
