@@ -1,6 +1,7 @@
 // Weights by the values of a block, into an output [v_dim][64].
 #pragma once
 
+#include "paired_values.h"
 #include "scores.h"
 
 namespace regard {
@@ -19,8 +20,8 @@ class Values {
         return Tokens<K>::down_bytes(c.v_dim, BLOCK) + Source<K>::bytes(c.v_dim, values_of(c) ? BLOCK : 0);
     }
 
-    // pairs: all values of the head in pairs, made beforehand, or null.
-    Values(const regard_call &c, const char *pairs, char *scratch)
+    // pairs: those of the head that threads share, if they do.
+    Values(const regard_call &c, const PairedValues<K> &pairs, char *scratch)
         : dim(c.v_dim), paired(pairs), memory(scratch), row_memory(scratch + Tokens<K>::down_bytes(dim, BLOCK)) {}
 
     // How often `read` asks for lines.
@@ -33,20 +34,23 @@ class Values {
 
     // The memory to prefetch: tokens first to first + count; first is even.
     Ahead::Part ahead(const Source<K> &v, int64_t first, int64_t count) const {
-        if (paired)
-            return {paired_at(first).data, paired_at(first).stride, paired_at(first).stride, (count + UNIT - 1) / UNIT};
+        if (paired && paired.has(first)) {
+            const Rows rows = paired.at(first);
+            return {rows.data, rows.stride, rows.stride, (count + UNIT - 1) / UNIT};
+        }
         return v.ahead(first, count);
     }
 
     // Tokens low to high of the block that starts at `first`. partial: whether a mask hides some of a half.
     void read(const Source<K> &v, int64_t first, int low, int high, const bool *partial, Ahead *ahead = nullptr) {
         low_ = low;
-        if (!paired) tokens_ = v.some(first + low, high - low, row_memory);
-        rows_ = paired ? paired_at(first + low) : tokens_.down(first + low, high - low, memory, ahead);
+        shared_ = paired && paired.get(v, first, row_memory);
+        if (!shared_) tokens_ = v.some(first + low, high - low, row_memory);
+        rows_ = shared_ ? paired.at(first + low) : tokens_.down(first + low, high - low, memory, ahead);
         for (int i = 0; i < 2; ++i) {
             const int from = i ? most(low, TILE) : low, to = i ? high : least(high, TILE);
             wild_[i] = partial[i] && from < to && wild(first + from, to - from);
-            if (paired && wild_[i]) tokens_ = v.some(first + low, high - low, row_memory);
+            if (shared_ && wild_[i]) tokens_ = v.some(first + low, high - low, row_memory);
         }
     }
 
@@ -71,19 +75,27 @@ class Values {
 
 #if defined(REGARD_TILES)
     // The same sums, where values that are not finite must not reach lanes that do not see them: products of finite
-    // ones, and then what others add to the lanes that see them.
+    // ones, and then what others add to the lanes that see them. A half without such values stays as it is, since
+    // another tile may multiply it so.
     void mix_tamed(const Block &block, const Bits128 &bits, const Piece &p, const T *weights, T *out,
                    bool fresh) const {
         const Unit *by = reinterpret_cast<const Unit *>(weights) + p.low / 2 * LANES;
         for (int j = p.low; j < p.high; j += UNIT, by += UNIT / 2 * LANES, fresh = false) {
-            const char *const from = rows_.data + (j - low_) / UNIT * rows_.stride;
-            char *const tame = paired ? memory : memory + (from - memory);
-            if (paired) memcpy(tame, from, size_t(rows_.stride));
-            tame_pairs(reinterpret_cast<uint32_t *>(tame), rows_.stride / 4);
-            if (fresh) tiles_down<false>(tame, dim, 1, by, out, p.first, p.last);
-            else tiles_down<true>(tame, dim, 1, by, out, p.first, p.last);
-            for (int i = j; i < p.high && i < j + UNIT; ++i) add_wild(block, bits, p, i, weights, out);
+            const bool tamed = wild_[j / TILE];
+            const char *const rows = rows_.data + (j - low_) / UNIT * rows_.stride;
+            const char *const from = tamed ? tame(rows) : rows;
+            if (fresh) tiles_down<false>(from, dim, 1, by, out, p.first, p.last);
+            else tiles_down<true>(from, dim, 1, by, out, p.first, p.last);
+            for (int i = j; tamed && i < p.high && i < j + UNIT; ++i) add_wild(block, bits, p, i, weights, out);
         }
+    }
+
+    // Rows of a unit with 0 for what is not finite: in place, or beside what threads share.
+    const char *tame(const char *rows) const {
+        char *const at = shared_ ? memory : memory + (rows - memory);
+        if (shared_) memcpy(at, rows, size_t(rows_.stride));
+        tame_pairs(reinterpret_cast<uint32_t *>(at), rows_.stride / 4);
+        return at;
     }
 
     // What token i of the block adds where it is not finite.
@@ -129,26 +141,23 @@ class Values {
         return select(bits.of[j] >> (vector * W), all, V{});
     }
 
-    // All values of the head from a token on.
-    Rows paired_at(int64_t token) const {
-        const int64_t step = Tokens<K>::unit_bytes(dim);
-        return {paired + token / UNIT * step, step};
-    }
-
     // Whether some value of these tokens is NaN or infinite: of pairs, if there are, as they are what is in a cache.
     bool wild(int64_t first, int count) const {
         if constexpr (K::pairs)
-            if (paired)
-                return wild_pairs(reinterpret_cast<const uint32_t *>(paired_at(first).data),
-                                  (count + UNIT - 1) / UNIT * paired_at(first).stride / 4);
+            if (shared_) {
+                const Rows rows = paired.at(first);
+                return wild_pairs(reinterpret_cast<const uint32_t *>(rows.data),
+                                  (count + UNIT - 1) / UNIT * rows.stride / 4);
+            }
         return tokens_.wild(first, count);
     }
 
     const int64_t dim;
-    const char *const paired;
+    const PairedValues<K> paired;
     char *const memory, *const row_memory;
     // of the block that was read
     int low_;
+    bool shared_;  // whether its rows are those that threads share
     Tokens<K> tokens_;
     Rows rows_;
     bool wild_[2];  // whether a half has values that are not finite and a mask that may hide them

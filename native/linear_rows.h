@@ -61,7 +61,16 @@ inline void mix_rows(LinearChunk &c, int64_t i, int64_t count, int64_t seen) {
             c.out + p * LinearChunk::BLOCK + i * LANES, 0, c.vectors(p), nullptr, {}, &c.ahead);
 }
 
-// By the sum of a row's weights: of its chunk, and by z of earlier tokens.
+inline void multiply_row(LinearChunk &c, int64_t r, float factor) {
+    for (int64_t p = 0; p < c.panels; ++p)
+        for (int64_t l = 0; l < c.vectors(p) * LinearChunk::W; l += LinearChunk::W) {
+            float *o = c.out + p * LinearChunk::BLOCK + r * LANES + l;
+            store(o, load(o) * factor);
+        }
+}
+
+// By the sum of a row's weights: of its chunk, and by z of earlier tokens. Such sums as have no finite reciprocal, and
+// their rows, are multiplied by 2^64 before.
 inline void divide_rows(LinearChunk &c, const float *z) {
     constexpr int W = LinearChunk::W;
     for (int64_t i = 0; i < c.tokens; i += W) {
@@ -76,15 +85,14 @@ inline void divide_rows(LinearChunk &c, const float *z) {
         }
         transpose<float>(sums);
         for (int r = 1; r < W; ++r) sums[0] += sums[r];
-        const F by = 1.0f / (sums[0] == 0.0f ? broadcast(1.0f) : sums[0]);
-        float factors[W];
-        store(factors, by);
-        for (int64_t r = i; r < c.tokens && r < i + W; ++r)
-            for (int64_t p = 0; p < c.panels; ++p)
-                for (int64_t l = 0; l < c.vectors(p) * W; l += W) {
-                    float *o = c.out + p * LinearChunk::BLOCK + r * LANES + l;
-                    store(o, load(o) * factors[r - i]);
-                }
+        const F sum = sums[0] == 0.0f ? broadcast(1.0f) : sums[0];
+        const F raise = larger(sum, -sum) < 0x1p-64f ? broadcast(0x1p64f) : broadcast(1.0f);
+        float raises[W], factors[W];
+        store(raises, raise), store(factors, 1.0f / (sum * raise));
+        for (int64_t r = i; r < c.tokens && r < i + W; ++r) {
+            if (raises[r - i] != 1) multiply_row(c, r, raises[r - i]);
+            multiply_row(c, r, factors[r - i]);
+        }
     }
 }
 

@@ -70,14 +70,14 @@ struct ForwardPass {
     static constexpr int64_t PAIRS_AT_MOST = int64_t(40) << 20;  // of memory; no cache is meant
 
     const regard_call &c;
-    const int64_t pairs;  // bytes of all values in pairs, made once where many tiles use them; 0: made where they are
+    const int64_t pairs;  // bytes of values in pairs that threads share, where many tiles use them; else 0
     const Cut cut;
 
     explicit ForwardPass(const regard_call &call) : c(call), pairs(bytes_of_pairs()), cut(call, tiles_at_most()) {}
 
     int64_t bytes_of_pairs() const {
-        const int64_t all = c.batch * c.kv_heads * pairs_of_head();
-        return K::pairs && c.by_query.rows >= 4 && all <= PAIRS_AT_MOST ? up(all, 64) : 0;
+        const int64_t all = PairedValues<K>::bytes(c);
+        return K::pairs && c.by_query.rows >= 4 && all <= PAIRS_AT_MOST ? all : 0;
     }
 
     // Two tiles share keys and values where those are converted, which is then done half as often: 0.97 to 0.98 of the
@@ -94,11 +94,10 @@ struct ForwardPass {
         return converted || streams || nearby() == caches().second ? TILES : 1;
     }
 
-    int64_t pairs_of_head() const { return pairs_of(c.keys); }
-    int64_t pairs_of(int64_t tokens) const {
-        constexpr int together = Tokens<K>::together;
-        return (tokens + together - 1) / together * Tokens<K>::unit_bytes(c.v_dim);
-    }
+    // Whether threads make pairs as they need them: what several of them make at the same time at the begin of a head
+    // is then little by all that its tiles compute.
+    bool as_needed() const { return cut.lines * cut.strips >= 8 * c.threads; }
+
     int64_t part_bytes() const {
         if (cut.rows) return Rows::Sums::bytes(c);
         return Forward<K>::part_bytes(c);
@@ -113,19 +112,24 @@ struct ForwardPass {
     int64_t units(int half) const {
         if (cut.spans > 1) return half ? cut.units : cut.units * cut.spans;
         if (half) return cut.units;
-        return pairs && cut.units ? c.batch * c.kv_heads * ((c.keys + SPAN - 1) / SPAN) : 0;
+        if (!pairs || !cut.units) return 0;
+        return as_needed() ? 1 : c.batch * c.kv_heads * ((c.keys + SPAN - 1) / SPAN);
     }
 
     regard_status run(int half, int64_t unit, char *shared, char *scratch) const {
         if (cut.spans > 1) return half ? merge(unit, shared, scratch) : span(unit, shared, scratch);
-        return half ? whole(unit, shared, scratch) : pair(unit, shared, scratch);
+        if (half) return whole(unit, shared, scratch);
+        if (as_needed()) PairedValues<K>::forget(c, shared);
+        else pair(unit, shared, scratch);
+        return REGARD_DONE;
     }
 
     // The rows of a unit against all keys.
-    regard_status whole(int64_t unit, const char *shared, char *scratch) const {
+    regard_status whole(int64_t unit, char *shared, char *scratch) const {
         if constexpr (!few)
             if (!cut.rows) {
-                const char *values = pairs ? shared + cut.key_head(unit) * pairs_of_head() : nullptr;
+                PairedValues<K> values;
+                if (pairs) values = PairedValues<K>(c, shared, cut.key_head(unit));
                 typename Forward<K>::After after;
                 const bool more = follows(unit + c.threads, after);
                 return Forward<K>(c, values, scratch, cut.tiles).run(strip(unit), more ? &after : nullptr);
@@ -157,16 +161,11 @@ struct ForwardPass {
     }
 
     // The values of a span of one key head, in pairs.
-    regard_status pair(int64_t unit, char *shared, char *scratch) const {
+    void pair(int64_t unit, char *shared, char *scratch) const {
         const int64_t spans = (c.keys + SPAN - 1) / SPAN, first = unit % spans * SPAN, kv = unit / spans;
-        const int64_t count = c.keys - first < SPAN ? c.keys - first : SPAN;
         const Source<K> v(values_of(c), c.v, kv / c.kv_heads, kv % c.kv_heads, c.v_dim);
-        char *const pairs_of_span = shared + kv * pairs_of_head() + pairs_of(first);
-        for (int64_t at = 0; at < count; at += BLOCK) {
-            const int64_t some = least(BLOCK, count - at);
-            v.some(first + at, some, scratch).down(first + at, some, pairs_of_span + pairs_of(at));
-        }
-        return REGARD_DONE;
+        const PairedValues<K> values(c, shared, kv);
+        for (int64_t at = first; at < least(first + SPAN, c.keys); at += BLOCK) values.make(v, at, scratch);
     }
 
     // Rows against a span of keys: units are the spans of one key head after another.
@@ -183,7 +182,7 @@ struct ForwardPass {
         }
         if constexpr (!few) {
             typename Forward<K>::After after;
-            Forward<K> forward(c, nullptr, scratch, cut.tiles);
+            Forward<K> forward(c, {}, scratch, cut.tiles);
             return forward.run_span(strip(unit / cut.spans), number, part,
                                     follows(unit + c.threads, after) ? &after : nullptr);
         }
@@ -198,7 +197,7 @@ struct ForwardPass {
         }
         if constexpr (!few) {
             const Strip whole = strip(unit);
-            Forward<K> forward(c, nullptr, scratch, cut.tiles);
+            Forward<K> forward(c, {}, scratch, cut.tiles);
             for (int i = 0; i < whole.count; ++i)
                 forward.finish_spans(whole.lanes[i], parts + i * part_bytes(), cut.tiles * part_bytes(), cut.spans);
         }

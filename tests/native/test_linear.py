@@ -284,6 +284,15 @@ def test_rows_of_the_state_alone_and_keys_alone(isa: int, threads: int, monkeypa
     assert torch.equal(found.carry.matrix, carry.matrix)
 
 
+@pytest.mark.parametrize("isa", [PLAIN, *ISAS])
+@pytest.mark.parametrize("size", [-45.0, -43.7, -22.5, -21.5])
+def test_a_sum_of_weights_may_be_so_small_that_its_reciprocal_is_infinite(isa: int, size: float):
+    x, v = torch.full((1, 1, 70, 1), size), 1 + torch.rand(1, 1, 70, 33)
+    call = check_call(x, x, v, Elu1(), None, True, None, None, None, "chunked", 64)
+    found = compiled.run(call, x, x, v, first_carry(call, x, v, None), isa).out
+    torch.testing.assert_close(found, v.cumsum(2) / torch.arange(1, 71)[:, None], rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("sizes", [(70, 200), (200, 70), (0, 70), (70, 0)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rule", ["decay", "gated", "delta"])
