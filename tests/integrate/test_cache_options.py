@@ -19,6 +19,8 @@ from transformers import (
     MiniMaxForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
 import regard.integrate
@@ -374,24 +376,36 @@ def fail_before(layer: int, m: Any, ids: Tensor, cache: Any) -> None:
     hook.remove()
 
 
-BETWEEN_STATES = [(["conv", "full_attention", "conv"], 1), (["full_attention", "conv", "conv"], 2)]
+BETWEEN_LAYERS = [  # where a call that fails leaves all lengths equal
+    (["conv", "full_attention", "conv"], 1),
+    (["full_attention", "conv", "conv"], 1),
+    (["full_attention", "conv", "conv"], 2),
+    (["conv", "full_attention", "full_attention"], 1),
+]
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("words", [{}, {"layout": Contiguous(30)}], ids=str)
 @pytest.mark.parametrize("new", [1, 2])
-@pytest.mark.parametrize(("layer_types", "layer"), BETWEEN_STATES)
-def test_a_call_that_failed_between_states_is_an_error_before_the_next(
-    layer_types: list[str], layer: int, new: int, words: dict[str, Any]
+@pytest.mark.parametrize("before", [0, 9])
+@pytest.mark.parametrize(("layer_types", "layer"), BETWEEN_LAYERS)
+def test_a_call_that_failed_beside_a_state_is_an_error_before_the_next(
+    layer_types: list[str], layer: int, before: int, new: int, words: dict[str, Any]
 ):
     m, ids = lfm2(layer_types), prompt()
     cache, other = regard_cache(m, **words), regard_cache(m, **words)
     with torch.no_grad():
-        m(ids[:, :9], **with_cache(cache))
-        fail_before(layer, m, ids[:, 9 : 9 + new], cache)
-        with pytest.raises(ProblemError, match=r"the states of layers (0|1) of .* contain its tokens.*Start anew"):
-            m(ids[:, 9:], **with_cache(copy.deepcopy(cache)))
-        with pytest.raises(ProblemError, match="states"):
-            m(ids[:, 9:], **with_cache(cache))
+        if before:
+            m(ids[:, :before], **with_cache(cache))
+        fail_before(layer, m, ids[:, before : before + new], cache)
+        reached, others = ("0" if layer == 1 else "0-1"), ("1-2" if layer == 1 else "2")
+        said = rf"layers {reached} of .* have its tokens, in keys or in states, and layers {others} do not\. Start anew"
+        for each in (copy.deepcopy(cache), cache):
+            with pytest.raises(ProblemError, match=said):
+                m(ids[:, before:], **with_cache(each))
+            if before:
+                with pytest.raises(ProblemError, match="keep a state of all tokens"):
+                    each.crop(-new)
         cache.reset()
         assert torch.equal(m(ids, **with_cache(cache)).logits, m(ids, **with_cache(other)).logits)
 
@@ -428,8 +442,19 @@ def test_recorded_states_alone_do_not_tell_how_many_tokens_a_failed_call_had():
     with torch.no_grad():
         m(ids[:, :9], **with_cache(cache))
         fail_before(1, m, ids[:, 9:11], cache)
-        with pytest.raises(ProblemError, match=r"the states of layers 0 of .* contain its tokens"):
+        with pytest.raises(ProblemError, match=r"layers 0 of .* have its tokens"):
             cache.crop(-2)
+
+
+def test_a_model_that_keeps_its_states_itself_is_not_taken_for_one_that_failed():
+    torch.manual_seed(3)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "lru_width": 32}
+    m = use_regard(RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, **heads)).eval())
+    ids, cache = prompt(), regard_cache(m)
+    with torch.no_grad():
+        steps = [m(ids[:, part], **with_cache(cache)).logits for part in (slice(9), slice(9, 10), slice(10, 11))]
+        assert torch.allclose(torch.cat(steps, 1), m(ids[:, :11], use_cache=False).logits, atol=1e-5)
 
 
 def test_states_of_a_convolution_go_back_where_they_were_recorded():

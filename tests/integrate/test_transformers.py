@@ -21,6 +21,8 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     GptOssConfig,
     GptOssModel,
+    InformerConfig,
+    InformerModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaPreTrainedModel,
@@ -28,8 +30,11 @@ from transformers import (
     LlavaForConditionalGeneration,
     PreTrainedModel,
     StaticCache,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 from regard import Causal, ProblemError, RefusalError
 from regard.calls import Call, observe_calls
@@ -111,6 +116,29 @@ def test_an_encoder_of_sounds_that_attends_by_itself_gets_the_mask_that_it_compu
     def run() -> Tensor:
         with torch.no_grad():
             return cast(Any, m).model.audio_tower(heard, real).last_hidden_state
+
+    m.set_attn_implementation("eager")
+    eager = run()
+    use_regard(m)
+    assert close(run(), eager)
+
+
+@pytest.mark.parametrize("distil", [True, False])
+@pytest.mark.parametrize("attention_type", ["prob", "full"])
+def test_forecasts_of_sparse_attention_of_its_own_are_those_of_eager(attention_type: str, distil: bool):
+    """`distil` halves the tokens of the encoder, under a mask of all of them."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "num_time_features": 1}
+    sizes |= {"prediction_length": 3, "context_length": 6, "lags_sequence": [1]}
+    m = InformerModel(InformerConfig(**sizes, attention_type=attention_type, distil=distil)).eval()
+    past, future = torch.randn(2, 7), torch.randn(2, 3)
+    given = {"past_values": past, "past_time_features": past[..., None], "past_observed_mask": torch.ones(2, 7)}
+    given |= {"future_values": future, "future_time_features": future[..., None]}
+
+    def run() -> Tensor:
+        torch.manual_seed(5)  # it draws the keys by which it chooses queries
+        with torch.no_grad():
+            return m(**given).last_hidden_state
 
     m.set_attn_implementation("eager")
     eager = run()
@@ -400,6 +428,47 @@ def test_the_name_is_refused_where_a_model_that_attends_by_itself_makes_a_mask(n
         said = r'"regard" with \w+Config: models of this kind compute attention'
         with torch.no_grad(), pytest.raises(ProblemError, match=said):
             run(tokens())
+
+
+class AskingAttention(XGLMAttention):
+    """A user's attention for XGLM, whose own never asks the interface."""
+
+    is_causal = True
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        projected = (each(hidden_states) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected)
+        attend = ALL_ATTENTION_FUNCTIONS["regard"]
+        out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0)
+        return self.out_proj(out.flatten(2)), None
+
+
+def xglm(attention: type[XGLMAttention], layers: int = 2) -> Any:
+    """XGLM with the attention of a class in the first layers."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2}
+    m = XGLMForCausalLM(XGLMConfig(**sizes, attention_heads=4)).eval()
+    for layer in m.model.layers[:layers]:
+        layer.self_attn.__class__ = attention
+    return m
+
+
+def test_a_users_attention_classes_serve_where_those_of_transformers_attend_by_themselves():
+    ids, ours = tokens(), use_regard(xglm(AskingAttention))
+    with torch.no_grad():
+        eager = xglm(XGLMAttention)(ids).logits
+        assert close(ours(ids).logits, eager)
+        assert close(torch.compile(ours, backend="eager")(ids).logits, eager)
+        again = copy.deepcopy(ours)
+        with pytest.raises(ProblemError, match=r"has attention classes of your own, which ask, call use_regard"):
+            again(ids)
+        assert close(use_regard(again)(ids).logits, eager)
+
+
+def test_a_users_attention_class_in_one_layer_does_not_serve_for_the_others():
+    m = use_regard(xglm(AskingAttention, layers=1))
+    with torch.no_grad(), pytest.raises(ProblemError, match="with XGLMConfig: models of this kind"):
+        m(tokens())
 
 
 def test_a_model_that_only_prepares_the_masks_of_another_is_not_taken_for_one_that_attends_by_itself():

@@ -40,7 +40,7 @@ from regard.integrate.cache_fixed import FixedLayer, FixedWindowLayer, check_for
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import CrossLayer, StoredLayer, WindowLayer, of_one_type
 from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
-from regard.integrate.decoder import CROSS, Decoder, decoder_of, layers_of
+from regard.integrate.decoder import CROSS, Decoder, classes_of, decoder_of, layers_of, write_states
 from regard.integrate.latent import pass_latents
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Layout
@@ -194,7 +194,9 @@ class RegardCache(DynamicCache):
             key_states, value_states = of_one_type(key_states, value_states)
         if isinstance(layer, StaticLayer) and not isinstance(layer, FixedLayer):  # which check by themselves
             check_form(layer, key_states, value_states)
-        return layer.update(key_states, value_states, *args, **kwargs)
+        found = layer.update(key_states, value_states, *args, **kwargs)
+        cast(Any, layer).is_reached = True
+        return found
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """The state of a convolution, into which a step of one token is written in place."""
@@ -226,7 +228,7 @@ class RegardCache(DynamicCache):
         if not torch.compiler.is_compiling():
             self._check_lengths()
             self._check_reached()
-            for layer in self._stateful_layers().values():
+            for layer in self._hybrid_layers().values():
                 layer.is_reached = False  # a pass begins
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -302,8 +304,19 @@ class RegardCache(DynamicCache):
         return lengths
 
     def _stateful_layers(self) -> dict[int, Any]:
-        """The layers that keep a state of all tokens, as of linear attention; each knows if a pass has reached it."""
+        """The layers that keep a state of all tokens, as of linear attention."""
         return {i: layer for i, layer in enumerate(self.layers) if hasattr(layer, "update_conv_state")}
+
+    def _hybrid_layers(self) -> dict[int, Any]:
+        """The layers with a state and those of attention: a state does not tell how many tokens it contains.
+
+        Each knows whether the current pass has reached it. There are none where the model keeps its states itself.
+        """
+        stateful = self._stateful_layers()
+        if not stateful:
+            return {}
+        are_here = any(x.is_reached for x in stateful.values()) or write_states(classes_of(self.decoder.config))
+        return dict(sorted((stateful | self._attending()).items())) if are_here else {}
 
     def _check_crop(self, tokens_to_remove: int) -> dict[int, int]:
         """How many tokens `crop` removes of each layer, as negative numbers; empty: it changes nothing.
@@ -327,16 +340,16 @@ class RegardCache(DynamicCache):
         return removed
 
     def _check_reached(self) -> None:
-        """Raise `ProblemError` if a call has changed some states and not others, as one that failed leaves them.
+        """Raise `ProblemError` if a call has reached some layers and not others, as one that failed leaves them.
 
         All lengths are equal where it failed before the first layer of attention, or after the last.
         """
-        layers = self._stateful_layers()
+        layers = self._hybrid_layers()
         reached = [i for i, layer in layers.items() if layer.is_reached]
         if 0 < len(reached) < len(layers):
             raise ProblemError(
-                f"a call of the model failed between layers: the states of layers {ranges(reached)} of {self!r} "
-                f"contain its tokens, and those of {ranges([i for i in layers if i not in reached])} do not. Start "
+                f"a call of the model failed between layers: layers {ranges(reached)} of {self!r} have its tokens, "
+                f"in keys or in states, and layers {ranges([i for i in layers if i not in reached])} do not. Start "
                 "anew, with reset()."
             )
 
@@ -378,7 +391,7 @@ class RegardCache(DynamicCache):
     def _new(self, index: int, options: CacheOptions, kind: str, details: dict[str, Any]) -> Any:
         """The cache of a layer, marked as that layer's."""
         layer = self._layer(index, options, kind, details)
-        layer.is_reached = False  # by the current pass: of a layer with a state
+        layer.is_reached = False  # by the current pass
         layer.made_for = index  # a model that runs layers again appends copies of theirs (Dory)
         layer.is_shared = bool(getattr(self.decoder.config, "num_kv_shared_layers", None))
         return layer

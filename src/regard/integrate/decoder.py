@@ -128,6 +128,14 @@ def cache_writers(config: Any) -> tuple[type[nn.Module], ...]:
     )
 
 
+@functools.cache
+def write_states(kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether one of these classes writes states into a cache; those of RecurrentGemma keep them as attributes."""
+    names = {"update_conv_state", "update_recurrent_state"}
+    methods = (inspect.unwrap(x) for kind in kinds for x in vars(kind).values() if callable(x))
+    return any(inspect.isfunction(method) and names & {*method.__code__.co_names} for method in methods)
+
+
 def _check_takes_caches(model: Any, kind: type[Any] | None, name: str) -> None:
     own = getattr(model, "_supports_default_dynamic_cache", None)  # there is no public way to ask
     if own is not None and not own():

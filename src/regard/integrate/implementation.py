@@ -4,6 +4,7 @@ import inspect
 import sys
 from types import CodeType
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,8 @@ def names_in_forward(kind: type[nn.Module]) -> tuple[set[str], set[str]]:
 def attends_by_itself(config_file: str) -> bool:
     """Whether the file of one of transformers' models has attention classes, and none from a file with the interface.
 
-    False for the model of a user, whose files may be laid out in any way.
+    False for the config of a user, whose files may be laid out in any way. For a model of a user with transformers'
+    config see `is_known_to_ask`.
 
     Args:
         config_file: the module of the config's class, such as `transformers.models.mpt.configuration_mpt`.
@@ -125,6 +127,20 @@ def attends_by_itself(config_file: str) -> bool:
     kinds = [x for x in file.values() if isinstance(x, type) and issubclass(x, nn.Module) and "Attention" in x.__name__]
     files = {sys.modules.get(base.__module__) for kind in kinds for base in kind.__mro__}  # of bases as well
     return bool(kinds) and not any(INTERFACE in vars(each) for each in files if each is not None)
+
+
+_asking = WeakValueDictionary[int, Any]()  # configs by their id, for they have no hash
+
+
+def note_asking(config: Any) -> None:
+    """Note that the model of this config asks the interface, though transformers' own model of this kind does not."""
+    _asking[id(config)] = config
+
+
+@torch.compiler.assume_constant_result
+def is_known_to_ask(config: Any) -> bool:
+    """Whether the attention classes of a config's model, of a user's own, were found to ask the interface."""
+    return _asking.get(id(config)) is config
 
 
 def sink_of(logits: Tensor | None) -> Tensor | None:

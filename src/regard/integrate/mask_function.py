@@ -22,7 +22,7 @@ from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import latest
-from regard.integrate.implementation import attends_by_itself
+from regard.integrate.implementation import attends_by_itself, is_known_to_ask
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
 
@@ -33,6 +33,7 @@ COMPUTE_WITH_MASKS = {
     "doge": sdpa_mask,
     "deepseek_v4": eager_mask,
     "gemma4_audio": eager_mask,
+    "informer": eager_mask,
     "nllb-moe": eager_mask,
 }
 """Models that compute with their mask outside of attention, and what makes the dense tensor that they expect at once.
@@ -40,7 +41,8 @@ COMPUTE_WITH_MASKS = {
 A `LayerMask` turns into a dense bool tensor when code computes with it, but cannot notice `isinstance(mask, BlockMask)`
 (Doge then leaves it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type. The others
 take floats, 0 for a key that is kept, where True would mean the opposite: DeepSeek-V4 joins its mask and a bias of 0
-and -inf, the router of NLLB-MoE finds padding by its mask, and the audio encoder of Gemma 4 attends by itself."""
+and -inf, the router of NLLB-MoE finds padding by its mask, and the audio encoder of Gemma 4 and the sparse attention of
+Informer attend by themselves. They get no mask where eager has none: Informer's would not fit its halved encoder."""
 
 
 def mask(
@@ -63,7 +65,8 @@ def mask(
 
     Raises:
         ProblemError: an attention mask that is not [batch, tokens], where one of four dimensions does not come here; or
-            a model that computes attention by itself, and would read the mask in another way.
+            a model that computes attention by itself, and would read the mask in another way; or one of that kind with
+            attention classes of a user's own that `use_regard` has not seen.
         RefusalError: in `sharded_masks`, for a model that computes with its masks.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -71,11 +74,12 @@ def mask(
             f"attention_mask is {list(attention_mask.shape)}: expected [batch, tokens], or four dimensions, [batch, "
             "heads, queries, keys]."
         )
-    if attends_by_itself(type(config).__module__):
+    if attends_by_itself(type(config).__module__) and not is_known_to_ask(config):
         raise ProblemError(
             f'attn_implementation="regard" with {type(config).__name__}: models of this kind compute attention in '
             "their own file and never ask transformers' AttentionInterface. Make the model without this argument; if "
-            "it is a part of another model, call use_regard(model) with the whole."
+            "it is a part of another model, or has attention classes of your own, which ask, call use_regard(model) "
+            "with the whole."
         )
     make = None
     if not is_compiling():  # dynamo cannot trace these
@@ -95,9 +99,10 @@ def mask(
         called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
         if mask_function is not None:
             called["mask_function"] = mask_function
-        if make_dense is eager_mask:
-            called["dtype"] = kwargs.get("dtype", torch.float32)
-        return (make_dense or sdpa_mask)(**called, use_vmap=use_vmap, allow_is_causal_skip=False)
+        if make_dense is not None:
+            called |= kwargs  # the dtype, and whether a mask that hides nothing may be left out
+        called |= {"use_vmap": use_vmap, "allow_is_causal_skip": False}
+        return (make_dense or sdpa_mask)(**called)
     shape = batch_size, 1, q_length, kv_length
     if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
         return LayerMask(Causal(), shape, q_offset - kv_offset, device)

@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from regard.integrate.implementation import INTERFACE, implementation_of, names_in_forward
+from regard.integrate.implementation import (
+    INTERFACE,
+    attends_by_itself,
+    implementation_of,
+    names_in_forward,
+    note_asking,
+)
 
 
 def set_implementation(model: Any, name: str) -> None:
@@ -14,12 +20,17 @@ def set_implementation(model: Any, name: str) -> None:
 
     transformers searches the file of a class for a call of its interface, and where it finds none it leaves the class
     as it is, with a warning in the log: that of a notebook, which has no file, or one that looks its function up in
-    another way. Such a class is marked as one that can be set if its compiled code names the interface.
+    another way. Such a class is marked as one that can be set if its compiled code names the interface. A config whose
+    model in transformers attends by itself is noted if the attention classes of this model, a user's, ask.
     """
     for part in model.modules():
         can_set = getattr(part, "_can_set_attn_implementation", None)
-        if can_set is not None and not can_set() and _asks_interface(part):
+        if can_set is None:
+            continue
+        if not can_set() and _asks_interface(part):
             type(part)._can_set_attn_implementation_cached_value = True
+        if attends_by_itself(type(part.config).__module__) and _asks_throughout(part):
+            note_asking(part.config)
     model.set_attn_implementation(name)
 
 
@@ -56,8 +67,17 @@ def _configs(model: nn.Module) -> Iterable[Any]:
 
 
 def _asks_interface(part: nn.Module) -> bool:
-    kinds = {type(module) for module in _with_config(part, part.config)}
-    return any(INTERFACE in names_in_forward(kind)[0] for kind in kinds)
+    return _any_asks(_with_config(part, part.config))
+
+
+def _asks_throughout(part: nn.Module) -> bool:
+    """Whether all of its attention asks the interface: each attention module, or one inside it."""
+    attending = [x for x in _with_config(part, part.config) if "Attention" in type(x).__name__]
+    return _asks_interface(part) and all(_any_asks(each.modules()) for each in attending)
+
+
+def _any_asks(modules: Iterable[nn.Module]) -> bool:
+    return any(INTERFACE in names_in_forward(kind)[0] for kind in {type(module) for module in modules})
 
 
 def _with_config(module: nn.Module, config: Any) -> Iterator[nn.Module]:

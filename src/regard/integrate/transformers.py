@@ -29,7 +29,8 @@ def register() -> None:
     """Make `attn_implementation="regard"` known to transformers. Calling it twice changes nothing more.
 
     `use_regard` checks a model, and this name does not. A model that computes attention by itself raises `ProblemError`
-    when it makes its first mask, if transformers makes its masks, and is otherwise as without the name. A class that
+    when it makes its first mask, if transformers makes its masks, and is otherwise as without the name; so does one of
+    that kind with attention classes of your own, and its copies, until `use_regard` has seen them. A class that
     looks its attention up in a table of its own raises `KeyError: 'regard'` when it is made: GIT, SAM and SAM-HQ, which
     are made without the name for `use_regard(model)`; and Falcon, Data2Vec's for images and SuperGlue, which
     `use_regard` refuses as well.

@@ -118,6 +118,14 @@ def test_rows_of_other_generated_tokens_are_named_by_the_tokens_of_each_model(op
     assert "its own tokens" not in tab.inner_text("#pair")
 
 
+def test_the_last_cell_of_a_pooled_text_that_both_models_share_is_not_of_their_own_tokens(opened):
+    tokens = [f" t{n}" for n in range(403)]
+    made, other = (report(layers=1, model=name, tokens=tokens, pooled=10) for name in ("a model", "the other"))
+    tab = opened(replace(made, other=other), state="head=0.0&vs=other&pin=400-390")
+    assert "the other" in tab.inner_text("#pair")
+    assert "its own tokens" not in tab.inner_text("#pair")
+
+
 def test_a_model_that_generated_fewer_tokens_is_not_said_to_cut_the_text_otherwise(opened):
     made = report()
     other = report(model="the other", tokens=made.tokens[:26], prompt=24)

@@ -21,7 +21,7 @@ import { openHead, state, update } from "./state.js";
 import { topOf, valueAt } from "./tiles.js";
 import { tokensPerCell, viewport } from "./viewport.js";
 
-const { abs, max } = Math;
+const { abs, max, min } = Math;
 
 // The head beside the open one, and whether their difference is shown.
 export function comparedHead(head) {
@@ -97,7 +97,8 @@ export const weightText = (weight) =>
 // The other model's own tokens of a pair, where they are not those of this one.
 function otherPairText(q, k) {
   const size = tokensPerCell();
-  if (max(q, k) + size <= sharedTokens) return "";
+  const end = min(max(q, k) + size, tokens.length); // the last cell may have fewer tokens
+  if (end <= sharedTokens) return "";
   const [query, key] = [q, k].map((n) => tokenName(n / size, size, otherTokens));
   return ` at its own tokens ${query} → ${key}`;
 }
