@@ -1,6 +1,7 @@
 """Shared prefixes: what rows have in common is computed once, and every row gets what it would get alone."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from regard import Causal, ProblemError, Window, attend, observe_calls, shared_p
 from regard.cache.paged import keep_tokens
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
+from regard.extend import spec
 from regard.scores import Dot
 from regard.shared_prefix import attend_shared
 from regard.storage.codec import Codec, Int4, Int8
@@ -40,6 +42,17 @@ def test_a_prefix_that_is_said_is_computed_once(queries: int, mask: Causal | Non
     whole = [torch.cat([one.expand(5, -1, -1, -1), t], 2) for one, t in zip(prefix, own, strict=True)]
     torch.testing.assert_close(out, attend(q, *whole, **words))
     assert seen == [(5, queries, 11), (1, 5 * queries, 97)]
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(0, 1), (3, 0), (0, 0)])
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["all", "causal"])
+def test_a_call_of_no_rows_or_no_queries_is_empty(batch: int, queries: int, mask: Causal | None):
+    q, own = torch.randn(batch, 4, queries, QK, requires_grad=True), tokens_of(11, batch=batch)
+    out = attend_shared(q, *own, prefix=tokens_of(97), mask=mask)
+    assert out.shape == attend(q, *own, mask=mask).shape == (batch, 4, queries, V)
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+    stored = (StoredTensor.of(t) for t in own)
+    assert attend_shared(q, *stored, mask=mask).shape == out.shape
 
 
 def test_gradients_flow_to_the_prefix_from_every_row():
@@ -142,10 +155,23 @@ def test_pages_that_are_shared_by_their_tokens_count_as_well():
     assert seen == [(2, 1, 5), (1, 2, 96)]
 
 
+@spec
+class OwnCausal(Causal):
+    """A class whose `keep` may be any."""
+
+
 def test_what_cannot_be_shared_is_refused():
     q, prefix, own = torch.randn(2, 2, 3, QK), tokens_of(40), tokens_of(5, batch=2)
     with pytest.raises(ProblemError, match="expected None or Causal"):
         attend_shared(q, *own, prefix=prefix, mask=Window(4))
+    with pytest.raises(ProblemError, match=r"mask is OwnCausal\(\): expected None or Causal"):
+        attend_shared(q, *own, prefix=prefix, mask=OwnCausal())
+    with pytest.raises(ProblemError, match=r"the keys of the prefix are \[1, 1, 40, 16\] and k is \[2, 2, 5, 16\]"):
+        attend_shared(q, *own, prefix=tokens_of(40, kv_heads=1))
+    with pytest.raises(ProblemError, match=r"are \[1, 2, 40, 8\] and v is .*: expected \[1, 2, keys, 24\]"):
+        attend_shared(q, *own, prefix=(prefix[0], prefix[1][..., :8]))
+    with pytest.raises(ProblemError, match="k is NoneType"):
+        attend_shared(q, *cast(Any, (None, None)), prefix=prefix)
     with pytest.raises(ProblemError, match="k is Tensor and no prefix is given"):
         attend_shared(q, *own)
     with pytest.raises(ProblemError, match=r"the keys of the prefix are \[2, 2, 40, 16\]: expected \[1, "):

@@ -7,7 +7,7 @@ tree of prefixes: Ye et al. 2024, "Cascade Inference", flashinfer.ai/2024/02/02/
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from jaxtyping import Float
@@ -75,15 +75,15 @@ def attend_shared(
     >>> torch.allclose(out, attend(q, *whole, mask=Causal()), atol=1e-6)
     True
     """
-    if mask is not None and not isinstance(mask, Causal):
+    if mask is not None and type(mask) is not Causal:
         raise ProblemError(
             f"mask is {mask!r}: expected None or Causal(), where every query sees all shared keys. For others "
             "use attend, which reads shared keys once for each row."
         )
     options: dict[str, Any] = {"score": score, "scale": scale, "softcap": softcap, "backend": backend}
-    before = q.shape[2] - 1 if mask is not None and isinstance(q, Tensor) and q.ndim == 4 else 0  # pyright: ignore[reportUnnecessaryIsInstance]
+    before = max(q.shape[2] - 1, 0) if mask is not None and isinstance(q, Tensor) and q.ndim == 4 else 0  # pyright: ignore[reportUnnecessaryIsInstance]
     if prefix is not None:
-        _check_prefix(q, k, prefix, before)
+        _check_prefix(q, k, v, prefix, before)
         shared = [_Shared([*range(q.shape[0])], *prefix)]
     else:
         k, v, shared = _found(k, v, before)
@@ -111,7 +111,7 @@ class _Shared:
         ours = q if rows is None else q[rows]
         side = ours.transpose(0, 1).reshape(1, heads, count * queries, q.shape[3])
         state = attend_state(side, cast(Tensor, self.k), cast(Tensor, self.v), **options)
-        out = state.out.view(heads, count, queries, -1).transpose(0, 1)
+        out = state.out.view(heads, count, queries, state.out.shape[3]).transpose(0, 1)
         lse = state.lse.view(heads, count, queries).transpose(0, 1)
         if rows is None:
             return State(out, lse)
@@ -190,7 +190,7 @@ def _found(
             )
     assert isinstance(k, StoredTensor)
     assert isinstance(v, StoredTensor)
-    pages = _pages(k, before)
+    pages = _pages(k, before) if k.shape[0] > 1 else None
     if pages is None or not _has_same_pages(k, v):
         return k, v, []
     ranges: list[tuple[list[int], int, int]] = []
@@ -286,14 +286,20 @@ def _has_same_pages(k: StoredTensor, v: StoredTensor) -> bool:
     )
 
 
-def _check_prefix(q: object, k: Tensor | StoredTensor, prefix: object, before: int) -> None:
+def _check_prefix(q: object, k: object, v: object, prefix: object, before: int) -> None:
     if not isinstance(prefix, tuple) or len(cast(tuple[Any, ...], prefix)) != 2:
         raise ProblemError("prefix: expected (keys, values), tensors or handles of one batch row.")
-    for name, t in zip(("keys", "values"), cast(tuple[object, object], prefix), strict=True):
+    named = zip(("keys", "values"), cast(tuple[object, object], prefix), ("k", "v"), (k, v), strict=True)
+    for name, t, own_name, own in named:
         if not isinstance(t, Tensor | StoredTensor) or t.ndim != 4 or t.shape[0] != 1:
             what = f"{list(t.shape)}" if isinstance(t, Tensor | StoredTensor) else type(t).__name__
             raise ProblemError(f"the {name} of the prefix are {what}: expected [1, kv_heads, keys, dim].")
-    if not isinstance(q, Tensor) or q.ndim != 4:
+        if _has_four_axes(own) and (t.shape[1], t.shape[3]) != (own.shape[1], own.shape[3]):
+            raise ProblemError(
+                f"the {name} of the prefix are {list(t.shape)} and {own_name} is {list(own.shape)}: expected "
+                f"[1, {own.shape[1]}, keys, {own.shape[3]}], with the heads and dimensions of {own_name}."
+            )
+    if not _has_four_axes(q) or not _has_four_axes(k):
         return  # attend raises
     lengths = k.lengths if isinstance(k, StoredTensor) else None
     least = k.shape[2] if lengths is None else int(lengths.min())
@@ -302,3 +308,7 @@ def _check_prefix(q: object, k: Tensor | StoredTensor, prefix: object, before: i
             f"{q.shape[2]} queries, and a row with {least} keys after the prefix: with Causal() the first query would "
             f"be inside the prefix, whose last keys it may not see. Give {before} or more keys after it."
         )
+
+
+def _has_four_axes(t: object) -> TypeGuard[Tensor | StoredTensor]:
+    return isinstance(t, Tensor | StoredTensor) and t.ndim == 4

@@ -15,6 +15,7 @@ from regard.cache import query_observer as room
 from regard.cache.query_observer import QueryWindow
 from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
+from regard.extend import spec
 from tests.cache.evicted import sums_of_weights
 
 
@@ -146,3 +147,17 @@ def test_8192_tokens_take_a_few_tiles_of_memory():
     results: Any = seen.profiler.kineto_results
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     assert 1 << 20 < max(accumulate(size for _, size in changes)) < 32 << 20
+
+
+@spec
+class Odd(Causal):
+    """A token sees itself and the tokens of odd numbers before it."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return super().keep(b, h, q, k) & ((q == k) | (k % 2 == 1))
+
+
+def test_a_subclass_of_a_causal_mask_counts_by_its_own_keep():
+    q, k = made(17, 29)
+    i, j = torch.arange(12, 29)[:, None], torch.arange(29)
+    torch.testing.assert_close(sums_of_weights(q, k, Odd()), dense_sums(q, k, (i == j) | (i > j) & (j % 2 == 1)))

@@ -256,3 +256,24 @@ def test_a_bias_of_a_user_that_is_no_bias_says_what_it_lacks(bias: Bias, says: s
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ProblemError, match=says):
         attend(q, q, q, bias=bias)
+
+
+@spec
+class Squared(TensorBias):
+    """The squares of a table."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return super().value(b, h, q, k).square()
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_subclass_of_a_table_has_the_values_of_its_own(backend: str | None):
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 7, 7))
+    table = torch.randn(2, 5, 7, requires_grad=True)
+    own, written = Squared(table), TensorBias(table.square())
+    for bias, same in ((own, written), (own + Alibi(2), written + Alibi(2))):
+        out = attend(q, k, v, bias=bias, backend=backend)
+        expected = attend(q, k, v, bias=same, backend="reference")
+        torch.testing.assert_close(out, expected)
+        grads = (torch.autograd.grad(each.square().sum(), table, retain_graph=True)[0] for each in (out, expected))
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)

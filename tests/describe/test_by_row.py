@@ -12,6 +12,7 @@ from regard import (
     Documents,
     Global,
     KeyLengths,
+    Mask,
     MaskFunction,
     Prefix,
     ProblemError,
@@ -24,6 +25,7 @@ from regard import (
     attend_state,
     explain,
 )
+from regard.extend import spec
 
 FIRST = torch.tensor([0, 4, -1, 7])
 TABLE = torch.randn(32, 4)
@@ -170,3 +172,37 @@ def test_a_table_with_an_offset_of_its_own_must_cover_the_positions_of_all_rows(
         attend(q, k, v, bias=rows, offset=torch.tensor(first))
     later = TensorBias(torch.randn(q.shape[2] + 10, k.shape[2]), offset=-1)  # covers none of a call at 0 but these
     assert attend(q, k, v, bias=later, offset=torch.tensor(first)).shape[:3] == q.shape[:3]
+
+
+@spec
+class PrefixLM(Prefix):
+    """All see the prefix, and after it the mask is causal."""
+
+    def keep(self, b, h, q, k):
+        return super().keep(b, h, q, k) | (q >= k)
+
+    def bounds(self, r):
+        return Mask.bounds(self, r)
+
+    def signature(self, r):
+        return Mask.signature(self, r)
+
+    def intervals(self, sizes):
+        return None
+
+
+@spec
+class Placed(TensorBias):
+    """A value per key, less at each distance."""
+
+    def value(self, b, h, q, k):
+        return super().value(b, h, q, k) - abs(q - k)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_subclass_is_of_the_positions_of_each_row(backend: str | None, qkv):
+    words = {"mask": PrefixLM(2), "bias": Placed(torch.randn(1, 11)), "backend": backend}
+    together = attend(*qkv, **words, offset=FIRST)
+    for b, first in enumerate(FIRST.tolist()):
+        alone = attend(*(t[b : b + 1] for t in qkv), **words, offset=first)
+        torch.testing.assert_close(together[b : b + 1], alone)

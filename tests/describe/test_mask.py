@@ -29,6 +29,7 @@ from regard import (
     draw,
     explain,
 )
+from regard.describe.mask import And, Not, is_made_of
 from regard.extend import spec
 
 PICTURES = {
@@ -500,3 +501,115 @@ def test_a_mask_of_a_user_that_is_no_mask_says_what_it_lacks(mask: Mask, says: s
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ProblemError, match=says):
         attend(q, q, q, mask=mask)
+
+
+@pytest.mark.parametrize("name", ["data", "real"])
+def test_an_attribute_of_a_head_that_is_a_tensor_counts_as_its_use(name: str):
+    widths, q = torch.tensor([1, 3, 5, 9]), torch.randn(2, 4, 9, 8)
+    own = MaskFunction(lambda b, h, q, k: q - k < widths[getattr(h, name).reshape(h.shape)])
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    expected = attend(q, q, q, mask=TensorMask(i - j < widths[:, None, None]))
+    torch.testing.assert_close(attend(q, q, q, mask=own), expected)
+
+
+@spec
+class Written(Mask):
+    """A condition on b, h, q and k that is evaluated; `keep` names none of them."""
+
+    text: str
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return eval(self.text)
+
+
+@spec
+class Looked(Mask):
+    """Its `keep` reads the head without its name."""
+
+    names: str = "b h"
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return q - k < vars()[self.names.split()[1]] + 1
+
+
+@pytest.mark.parametrize("own", [Written("q - k < h + 1"), Looked()])
+def test_a_head_is_used_also_where_keep_does_not_name_it(own: Mask):
+    q = torch.randn(1, 4, 9, 8)
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    expected = attend(q, q, q, mask=TensorMask(i - j < torch.arange(4)[:, None, None] + 1))
+    torch.testing.assert_close(attend(q, q, q, mask=own), expected)
+
+
+class Undecided:
+    """What every mask may have: nothing is known of a rectangle."""
+
+    def bounds(self, r: Any) -> Any:
+        return Mask.bounds(cast(Mask, self), r)
+
+    def signature(self, r: Any) -> Any:
+        return Mask.signature(cast(Mask, self), r)
+
+    def intervals(self, sizes: Any) -> None:
+        return None
+
+
+@spec
+class CausalTable(Undecided, TensorMask):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return TensorMask.keep(self, b, h, q, k) & (q >= k)
+
+
+@spec
+class CausalTree(Undecided, Tree):
+    by: int = 1
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return Tree.keep(self, b, h, q, k) & (q - k != self.by)
+
+
+@spec
+class WindowPerHead(MaskFunction):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return MaskFunction.keep(self, b, h, q, k) & (q - k < h + 1)
+
+
+@spec
+class CausalNot(Undecided, Not):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return Not.keep(self, b, h, q, k) & (q >= k)
+
+
+@spec
+class OddAnd(Undecided, And):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return And.keep(self, b, h, q, k) & (k % 2 == 1)
+
+
+TABLE = torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.4
+DERIVED: dict[str, tuple[Mask, Any]] = {
+    "a table": (CausalTable(TABLE), lambda b, h, i, j: TABLE & (i >= j)),
+    "a tree": (CausalTree([-1, 0, 0, 1]), lambda b, h, i, j: Tree([-1, 0, 0, 1], 5).keep(b, h, i, j) & (i - j != 1)),
+    "a function": (WindowPerHead(lambda b, h, q, k: q >= k), lambda b, h, i, j: (i >= j) & (i - j < h + 1)),
+    "not": (CausalNot(Window(2, 2)), lambda b, h, i, j: i - j >= 2),
+    "and": (OddAnd(Causal(), Window(5)), lambda b, h, i, j: (i >= j) & (i - j < 5) & (j % 2 == 1)),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_subclass_of_a_mask_is_what_its_own_keep_says(name: str, backend: str | None):
+    own, keep = DERIVED[name]
+    q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
+    i, j = torch.arange(2, 9)[:, None], torch.arange(9)
+    exact = keep(b, h, i, j)
+    for mask, kept in ((own, exact), (own & Window(3), exact & (i - j < 3))):
+        expected = attend(q, k, v, mask=TensorMask(kept), backend="reference")
+        torch.testing.assert_close(attend(q, k, v, mask=mask, backend=backend), expected)
+
+
+def test_masks_are_told_by_their_own_class():
+    assert is_made_of((Causal() & ~Window(3)) | Prefix(1), (Causal, Window, Prefix))
+    assert not is_made_of(Causal() & CausalTable(TABLE), (Causal, TensorMask))
+    assert not is_made_of(OddAnd(Causal(), Causal()), (Causal,))
+    assert not is_made_of(CausalNot(Causal()), (Causal,))

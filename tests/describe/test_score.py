@@ -11,7 +11,8 @@ from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, ProblemError, TensorMask, Window, attend, attend_state, explain
 from regard.backend import tiled
-from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
+from regard.extend import spec
+from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score, SoftDict
 from tests.expressions import masks
 from tests.oracle import Case, dense, kept, worst
 from tests.selection import examples
@@ -525,3 +526,21 @@ def test_large_projections_of_half_precision_saturate_and_do_not_overflow():
     q = torch.full((1, 1, 3, 4), 300.0, dtype=torch.float16)
     score = Additive(torch.full((2, 4), 100.0), torch.full((2, 4), -100.0), torch.ones(2))  # 120,000 - 120,000
     assert torch.allclose(attend(q, q, q, score=score), q)
+
+
+@spec
+class Centred(Dot):
+    """The dot product of deviations from 1, at the scale of a width of 4."""
+
+    def default_scale(self, qk_dim: int) -> float:
+        return 0.5
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().compare(q - 1, k - 1)
+
+
+def test_a_subclass_of_the_dot_product_compares_by_itself():
+    q, k, v = small()
+    torch.testing.assert_close(attend(q, k, v, score=Centred()), attend(q - 1, k - 1, v, scale=0.5))
+    book = SoftDict(k[0, 0].detach(), v[0, 0].detach(), score=Centred())
+    torch.testing.assert_close(book.weights(q[0, 0]), torch.softmax((q[0, 0] - 1) @ (k[0, 0] - 1).mT / 2, 1))

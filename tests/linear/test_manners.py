@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import ProblemError, RefusalError
+from regard.extend import spec
 from regard.linear import (
     Decay,
     Delta,
@@ -572,3 +573,28 @@ def test_a_default_device_changes_nothing():
         found = linear_attend(q, q, q)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.state.S, expected.state.S)
+
+
+@spec
+class Straight(Favor):
+    """A map of its own in the place of Favor's."""
+
+    def map(self, x: Tensor, scale: float | None = None) -> Tensor:
+        return x.abs().float() @ self.vectors().float().abs().T
+
+
+@spec
+class Turned(Favor):
+    """Favor with its vectors turned around."""
+
+    def vectors(self) -> Tensor:
+        return -super().vectors().flip(0)
+
+
+@pytest.mark.parametrize("kind", [Straight, Turned])
+def test_a_subclass_of_favor_is_its_own_map(kind: type[Favor]):
+    q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    favor = kind(4, features=6).redraw(3)
+    assert type(favor) is kind
+    weights = (favor.map(q) @ favor.map(k).mT).tril()
+    torch.testing.assert_close(linear_attend(q, k, v, favor).out, weights / weights.sum(-1, keepdim=True) @ v)

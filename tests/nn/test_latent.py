@@ -20,6 +20,7 @@ from regard.describe.rope_scaling import DynamicNTK, LongRope, Scaling, Yarn
 from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.rope_pairs import RopePairs
+from regard.nn.token_positions import tokens_at
 
 SIZES: dict[str, Any] = {"kv_rank": 13, "nope_dim": 5, "rope_dim": 4, "v_dim": 7, "mask": Causal()}
 KINDS: dict[str, dict[str, Any]] = {
@@ -488,3 +489,19 @@ def test_pairs_are_tuples_of_whole_numbers(pairs):
         RopePairs(Rope(8), pairs)
     with pytest.raises(ProblemError, match=r"RopePairs.rope=8.: expected a Rope"):
         RopePairs(8, ((0, 1),))
+
+
+def test_every_shard_of_a_sequence_takes_the_form_of_the_whole():
+    module = LatentAttention(16, 4, kv_heads=1, kv_rank=3, nope_dim=4, rope_dim=8, v_dim=6)
+    sequence = torch.randn(1, 11, 16)
+    of_whole, of_six, of_five = (module.flops(n, n) for n in (11, 6, 5))
+    assert of_whole.absorbed < of_whole.expanded
+    assert of_six.absorbed < of_six.expanded
+    assert of_five.absorbed > of_five.expanded  # so a shard by itself would take the other form
+    seen: list[int] = []
+    with observe_calls(lambda call: seen.append(call.q.shape[3])):
+        module(sequence)
+        for part in (slice(0, 6), slice(6, 11)):
+            with tokens_at(torch.arange(11)[part], 11):
+                module(sequence[:, part])
+    assert len(set(seen)) == 1

@@ -15,6 +15,7 @@ from regard import (
     Causal,
     KeyLengths,
     Mask,
+    MaskFunction,
     ProblemError,
     RefusalError,
     TensorBias,
@@ -23,9 +24,20 @@ from regard import (
     attend_state,
     explain,
 )
+from regard.extend import spec
 from regard.nn import Decoder, MultiHeadAttention
 from regard.parallel import context_parallel
 from tests.integrate.zoo import with_cache
+
+
+@spec
+class WiderHeads(Mask):
+    """A window per head; without `broadcast_shape`."""
+
+    width: int
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (q >= k) & (q - k < self.width * (h + 1))
 
 
 def llama(**more: Any) -> Any:
@@ -300,6 +312,8 @@ def refused(rank: int, size: int) -> list[str]:
         lambda: attend(*[of(Shard(2), Shard(2))] * 3),
         lambda: attend(*[of(Shard(1), Replicate())] * 3, bias=Alibi(4)),
         lambda: attend(*[of(Shard(0), Replicate())] * 3, mask=lengths),
+        lambda: attend(*[of(Shard(1), Replicate())] * 3, mask=WiderHeads(2)),
+        lambda: attend(*[of(Shard(0), Replicate())] * 3, mask=MaskFunction(lambda b, h, q, k: q - k <= b)),
         lambda: attend(tokens, tokens, tokens, bias=TensorBias(everywhere)),
         lambda: explain(tokens, tokens, tokens),
     ]

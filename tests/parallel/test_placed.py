@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Mask, check_mask
+from regard import Mask, TensorBias, check_mask
 from regard.describe.mask import CallSizes
+from regard.extend import spec
 from regard.parallel import Layout
-from regard.parallel.placed import Pieces, PlacedMask, pieces_of, positions_of
+from regard.parallel.heads import bias_of_heads
+from regard.parallel.placed import Pieces, PlacedMask, pieces_of, place_bias, positions_of
 from regard.plan.tiling import schedule
 from tests.expressions import BATCH, HEADS, masks
 from tests.parallel.comparing import layouts
@@ -50,3 +52,25 @@ def test_pieces_are_positions():
     layout = Layout.zigzag(N, 3)
     assert positions_of(pieces_of(layout.positions(1))).tolist() == layout.indices(1).tolist()
     assert positions_of(((2, 5, 2, 4),)).tolist() == [2, 3, 6, 7, 10]
+
+
+@spec
+class Squared(TensorBias):
+    """The squares of a table."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return super().value(b, h, q, k).square()
+
+
+def test_a_subclass_of_a_table_has_its_own_values_at_its_places_and_in_its_heads():
+    table = torch.randn(HEADS, N, N)
+    own = Squared(table).bind(CallSizes(BATCH, HEADS, N, N, 0))
+    queries, keys = PLACES["zigzag"][0], PLACES["zigzag"][1]
+    at, to = (torch.tensor(positions_of(each)) for each in (queries, keys))
+    h, i, j = torch.arange(HEADS)[:, None, None], torch.arange(len(at))[:, None], torch.arange(len(to))
+    placed = place_bias(own, queries, keys)
+    assert placed is not None
+    assert torch.equal(placed.value(0, h, i, j), table[:, at[:, None], to].square())
+    last = bias_of_heads(own, range(1, HEADS))
+    assert last is not None
+    assert torch.equal(last.value(0, h[:-1], i, j), table[1:, i, j].square())

@@ -27,6 +27,11 @@ def test_sharded_dtensors_are_attended_where_they_are(
     ranks.run(model_cases.placed, placements=placements, mask=mask, tokens=13)
 
 
+def test_a_mask_of_a_user_may_differ_between_heads_that_are_not_sharded(ranks: Workers) -> None:
+    mask = model_cases.WiderHeads(2)
+    ranks.run(model_cases.placed, placements=(Shard(0), Shard(2)), mask=mask, tokens=13)
+
+
 def test_other_placements_are_refused_by_name(ranks: Workers) -> None:
     for found in ranks.run(model_cases.refused):
         for text, part in zip(
@@ -37,6 +42,8 @@ def test_other_placements_are_refused_by_name(ranks: Workers) -> None:
                 "k and v: expected a DTensor",
                 "tokens sharded over 2 dimensions of the mesh",
                 "Alibi(heads=4) with DTensors whose batch or heads are sharded",
+                "differs between batch rows, which are sharded",
+                "WiderHeads(width=2) differs between heads, which are sharded",
                 "differs between batch rows, which are sharded",
                 "has a DTensor: expected a plain tensor of the whole sequence",
                 "explain of DTensors: attend computes with the tensors of each rank",

@@ -76,7 +76,7 @@ class QueryWindow(NamedTuple):
         if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"mask is {type(mask).__name__}: expected a regard mask as it went to attend, or None.")
         if mask is not None:
-            mask = None if isinstance(mask, Causal) else mask.bind(CallSizes(batch, heads, queries, tokens, first))
+            mask = None if type(mask) is Causal else mask.bind(CallSizes(batch, heads, queries, tokens, first))
         rows = torch.arange(batch, device=q.device)
         return cls(q, mask, dim**-0.5 if scale is None else scale, first, tokens, max(seen - tokens, 0), rows)
 

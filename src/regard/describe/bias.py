@@ -5,6 +5,7 @@ biases without rounding the sum: backends add each in the type that they compute
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -103,7 +104,7 @@ class Sum(Bias):
         return values_of(self.a, b, h, q, k) + values_of(self.b, b, h, q, k)
 
     def bind(self, sizes: CallSizes) -> Bias:
-        return Sum(self.a.bind(sizes), self.b.bind(sizes))
+        return replace(self, a=self.a.bind(sizes), b=self.b.bind(sizes))
 
     def per_distance(self) -> bool:
         return self.a.per_distance() and self.b.per_distance()
@@ -283,7 +284,7 @@ class TensorBias(Bias):
                 f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(called)}, first query at "
                 f"{sizes.offset}: every size must be equal or 1, and rows with an offset must cover the queries."
             )
-        return TensorBias(self.tensor, first)
+        return replace(self, offset=first)
 
     def rows(self, queries: int, offset: int) -> Tensor:
         """The rows for the queries of a call, after `bind`: [batch or 1, heads or 1, queries or 1, keys or 1]."""

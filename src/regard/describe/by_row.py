@@ -46,7 +46,7 @@ class MaskByRow(Mask):
         return self.inner.bounds(self._moved(r))
 
     def intervals(self, sizes: CallSizes) -> Union:
-        inner = self.inner.intervals(sizes) if isinstance(self.inner, Causal | Window) else None
+        inner = self.inner.intervals(sizes) if type(self.inner) in (Causal, Window) else None
         by = np.asarray(self.first, dtype=np.int64)[:, None]
         return inner and [x._replace(left=_plus(x.left, by), right=_plus(x.right, by)) for x in inner]
 
@@ -89,11 +89,11 @@ def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
     Raises:
         ProblemError: the mask has a `Tree`, whose place is the end of the call's keys.
     """
-    if mask is None or isinstance(mask, Prefix | KeyLengths) or _is_laid_out_by_call(mask):
+    if mask is None or type(mask) in (Prefix, KeyLengths) or _is_laid_out_by_call(mask):
         return mask
-    if isinstance(mask, And | Or):
+    if type(mask) is And or type(mask) is Or:
         return type(mask)(cast(Mask, mask_by_row(mask.a, first)), cast(Mask, mask_by_row(mask.b, first)))
-    if isinstance(mask, Not):
+    if type(mask) is Not:
         return Not(cast(Mask, mask_by_row(mask.a, first)))
     if isinstance(mask, Tree):
         raise ProblemError(
@@ -107,7 +107,7 @@ def bias_by_row(bias: Bias | None, first: tuple[int, ...]) -> Bias | None:
     """The bias of a call whose row b starts at position first[b], and which itself starts at 0."""
     if bias is None or _is_laid_out_by_call(bias):
         return bias
-    if isinstance(bias, Sum):
+    if type(bias) is Sum:
         return Sum(cast(Bias, bias_by_row(bias.a, first)), cast(Bias, bias_by_row(bias.b, first)))
     return BiasByRow(bias, first)
 
@@ -138,7 +138,7 @@ def _starts(spec: Spec, queries: int) -> tuple[int, ...] | None:
 
 def _is_laid_out_by_call(spec: Spec) -> bool:
     """Whether its first row is for the first query of the call, at whatever position that is."""
-    return isinstance(spec, TensorMask | TensorBias) and spec.offset is None
+    return (type(spec) is TensorMask or type(spec) is TensorBias) and spec.offset is None
 
 
 def _of_all_rows(sizes: CallSizes, first: Sequence[int]) -> CallSizes:

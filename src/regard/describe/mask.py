@@ -12,6 +12,7 @@ A mask answers two questions about *positions* (query i of a call is at position
 
 import inspect
 import reprlib
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -268,7 +269,7 @@ class Not(Mask):
         return self.a.broadcast_shape()
 
     def bind(self, sizes: CallSizes) -> Mask:
-        return Not(self.a.bind(sizes))
+        return replace(self, a=self.a.bind(sizes))
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -328,10 +329,10 @@ def marked(mask: Mask, r: Rectangles) -> Ints:
 
 
 def is_made_of(mask: Mask, kinds: tuple[type[Mask], ...]) -> bool:
-    """Whether a mask is of one of these kinds, or combined of such masks."""
-    if isinstance(mask, Pair):
+    """Whether a mask is of one of these classes, and of no subclass, or combined of such masks."""
+    if type(mask) is And or type(mask) is Or:
         return is_made_of(mask.a, kinds) and is_made_of(mask.b, kinds)
-    return is_made_of(mask.a, kinds) if isinstance(mask, Not) else isinstance(mask, kinds)
+    return is_made_of(mask.a, kinds) if type(mask) is Not else type(mask) in kinds
 
 
 def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:

@@ -6,6 +6,7 @@ depends on is found by one call with tensors that record their use.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,11 +64,12 @@ class MaskFunction(Mask):
             return self
         if not (sizes.batch and sizes.heads and sizes.queries and sizes.keys):  # no pair to probe the function with
             return self
-        uses_batch, uses_heads = find_uses(self.fn, sizes.offset)
+        fn = self.fn if type(self) is MaskFunction else self.keep
+        uses_batch, uses_heads = find_uses(fn, sizes.offset)
         shape = sizes.batch if uses_batch else 1, sizes.heads if uses_heads else 1
         if shape == self.broadcast_shape():  # nearly always, and every call binds its mask
             return self
-        return MaskFunction(self.fn, *shape)
+        return replace(self, batch=shape[0], heads=shape[1])
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:

@@ -109,6 +109,9 @@ class Dot(Score):
     def default_scale(self, qk_dim: int) -> float:
         return qk_dim**-0.5 if qk_dim else 1.0
 
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
+
 
 @spec
 class Cosine(Score):

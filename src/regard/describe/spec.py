@@ -149,7 +149,11 @@ class Fingerprint:
 
 
 class Spec:
-    """The root of masks, biases and scores. Subclasses are made with `@spec` and are final or abstract."""
+    """The root of masks, biases and scores. Subclasses are made with `@spec`.
+
+    Those of regard are final or abstract. Where regard knows more of a class than its methods say, such as that a
+    `Causal` is an attribute of ONNX's operator, it asks `type(mask) is Causal`: a user's subclass may be anything.
+    """
 
     _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()

@@ -101,7 +101,7 @@ def in_onnx(request: Request) -> State:
     score = request.score or Dot()
     scale = score.default_scale(request.q.shape[3]) if request.scale is None else request.scale
     q, k, left = score.bind(request.q.shape[1], request.k.shape[1]).prepare(request.q, request.k)
-    left = None if isinstance(left, Dot) else left
+    left = None if type(left) is Dot else left
     if left is None and scale <= 0:  # ONNX multiplies q and k by the root of a scale
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     opset = _opset.get()
@@ -123,12 +123,12 @@ def _call(request: Request) -> _Call:
 
 
 def _conjuncts(mask: Mask) -> Iterable[Mask]:
-    return [part for side in (mask.a, mask.b) for part in _conjuncts(side)] if isinstance(mask, And) else [mask]
+    return [part for side in (mask.a, mask.b) for part in _conjuncts(side)] if type(mask) is And else [mask]
 
 
 def _by_torch(call: _Call) -> Tensor:
     """By torch's own function, of which the exporter knows forms for every version."""
-    causal = call.bias is None and len(call.masks) == 1 and isinstance(call.masks[0], Causal) and _at_start(call)
+    causal = call.bias is None and len(call.masks) == 1 and type(call.masks[0]) is Causal and _at_start(call)
     attn_mask = None if causal else _attn_mask(call)
     out = torch.nn.functional.scaled_dot_product_attention(
         call.q, call.k, call.v, attn_mask, is_causal=causal, scale=call.scale,
@@ -150,7 +150,7 @@ def _by_operator(call: _Call, opset: int) -> Tensor:
         if opset >= LENGTHS:
             aligned, note = True, {AT_END: "lengths"}
             lengths = torch.full((call.sizes.batch,), call.sizes.keys, device=call.q.device, dtype=torch.int64)
-    own = [] if placed or opset < LENGTHS else [mask for mask in others if isinstance(mask, KeyLengths)][:1]
+    own = [] if placed or opset < LENGTHS else [mask for mask in others if type(mask) is KeyLengths][:1]
     if own:
         others = [mask for mask in others if mask is not own[0]]
         lengths = own[0].lengths.to(call.q.device, torch.int64).clamp(max=call.sizes.keys)
@@ -175,14 +175,14 @@ def _is_placed(mask: Mask, opset: int) -> bool:
 
     An attribute is a constant, so a window of a dynamic size is no attribute.
     """
-    if isinstance(mask, Window):
+    if type(mask) is Window:
         return opset >= WINDOWS and not any(isinstance(edge, torch.SymInt) for edge in (mask.left, mask.right))
-    return isinstance(mask, Causal)
+    return type(mask) is Causal
 
 
 def _attributes(masks: list[Mask]) -> dict[str, int]:
     """The attributes that say these masks. `Window` counts the query itself, ONNX the other keys."""
-    windows = [mask for mask in masks if isinstance(mask, Window)]
+    windows = [mask for mask in masks if type(mask) is Window]
     left = [mask.left - 1 for mask in windows if mask.left is not None]
     right = [mask.right - 1 for mask in windows if mask.right is not None]
     return (
@@ -216,7 +216,7 @@ def _sees_itself(call: _Call) -> bool:
         _is_known(call.offset >= 0) and _is_known(call.sizes.positions <= call.sizes.keys)
     )
     finite = call.bias is None or all(term.per_distance() for term in call.bias.terms())
-    return inside and finite and all(isinstance(mask, Causal | Window | Documents | Dilated) for mask in call.masks)
+    return inside and finite and all(type(mask) in (Causal, Window, Documents, Dilated) for mask in call.masks)
 
 
 def _attn_mask(call: _Call) -> Tensor | None:
@@ -224,13 +224,13 @@ def _attn_mask(call: _Call) -> Tensor | None:
     at = call.positions()
     kept: Tensor | None = None
     for mask in call.masks:
-        keep = _rows(mask, mask.mask, call) if isinstance(mask, TensorMask) else kept_pairs(mask, *at)
+        keep = _rows(mask, mask.mask, call) if type(mask) is TensorMask else kept_pairs(mask, *at)
         kept = keep if kept is None else kept & keep
     if call.bias is None:
         return None if kept is None else _whole_rows(kept, call)
     wide = wide_of(call.q.dtype)
     added = sum(
-        (_rows(term, term.tensor, call) if isinstance(term, TensorBias) else term.value(*at)).to(wide)
+        (_rows(term, term.tensor, call) if type(term) is TensorBias else term.value(*at)).to(wide)
         for term in call.bias.terms()
     )
     assert isinstance(added, Tensor)

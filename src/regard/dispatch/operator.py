@@ -241,9 +241,9 @@ def _name(backend: Any) -> str | None:
 
 def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     """The mask with each `MaskFunction` evaluated: functions cannot pass through an operator. User specs too."""
-    if isinstance(mask, And | Or):
+    if type(mask) is And or type(mask) is Or:
         return type(mask)(_tabulated(mask.a, q, keys, start), _tabulated(mask.b, q, keys, start))
-    if isinstance(mask, Not):
+    if type(mask) is Not:
         return Not(_tabulated(mask.a, q, keys, start))
     if not isinstance(mask, MaskFunction) and mask.can_be_serialized():
         return mask

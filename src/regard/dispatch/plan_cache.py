@@ -157,7 +157,7 @@ def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Oper
             mask = cast(Mask, request.mask).bind(_call_sizes(request))
     if bias is not None:
         bias = known.bias if known.bias is not None else bias.bind(_call_sizes(request))
-    if score is not None and isinstance(score, Dot):
+    if type(score) is Dot:
         score = None
     offset = sizes.keys - sizes.queries if offset is None else offset
     fields = q, k, v, mask, bias, sink, score, stored, offset, sizes, lse

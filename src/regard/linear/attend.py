@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.describe.feature import Elu1, Favor, Feature
+from regard.describe.feature import Elu1, Feature
 from regard.describe.suggestions import suggest_keywords
 from regard.linear import compiled
-from regard.linear.call import LinearCall, check_call, first_carry, last_state
+from regard.linear.call import LinearCall, check_call, first_carry, is_split, last_state
 from regard.linear.finite import guarded, is_all_finite, rule_tensors
 from regard.linear.rule import Rule
 from regard.linear.segment import Carry, Segment, split
@@ -239,7 +239,7 @@ def _copy(x: Tensor) -> Tensor:
 
 def _mapped(call: LinearCall, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The features of queries or keys, and their exponents."""
-    if isinstance(call.features, Favor):
+    if is_split(call.features):
         return call.features.split(x, call.scale)
     if call.features is not None:
         return call.features.map(x, call.scale), None

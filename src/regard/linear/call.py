@@ -1,7 +1,7 @@
 """A checked call of linear attention with all defaults filled in, and its first and last state."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -151,13 +151,18 @@ def _check_together(features: Feature | None, rule: Rule | None, scale: object, 
             "normalise=True with features=None: plain dot products may be negative, so their sum may be 0; leave it "
             "out, or use positive features, such as Elu1()."
         )
-    if isinstance(features, Favor) and not normalise:
+    if is_split(features) and not normalise:
         raise ProblemError(
             f"{features!r} without normalisation: its weights grow with exp(|q|^2) and would overflow; leave "
             "normalise out."
         )
-    if isinstance(features, Favor) and isinstance(rule, Gated | Delta):
+    if is_split(features) and isinstance(rule, Gated | Delta):
         raise ProblemError(f"{features!r} with {rule!r}: expected Decay or no rule, or other features.")
+
+
+def is_split(features: Feature | None) -> TypeGuard[Favor]:
+    """Whether exponents of features are kept apart, by `Favor.split`: not where a subclass has a `map` of its own."""
+    return isinstance(features, Favor) and type(features).map is Favor.map
 
 
 def _run_of(form: str, rule: Rule | None) -> Run:
@@ -183,7 +188,7 @@ def first_carry(call: LinearCall, k: Tensor, v: Tensor, state: LinearState | Non
     """The state to start from: `state`, checked, or zeros."""
     size = k.shape[3] if call.features is None else call.features.size(k.shape[3])
     shape, compute = (*k.shape[:2], size), wide_of(k.dtype)
-    split = isinstance(call.features, Favor)
+    split = is_split(call.features)
     if state is None:
         top = k.new_full(k.shape[:2], -torch.inf, dtype=compute) if split else None
         return Carry(k.new_zeros(*shape, v.shape[3] + call.normalise, dtype=compute), top)

@@ -213,8 +213,7 @@ class LatentAttention(nn.Module):
         if cache is not None:  # a latent is both key and value
             keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
         if absorbed is None:
-            flops = self.flops(q.shape[2], keys.shape[2])
-            absorbed = flops.absorbed < flops.expanded and self._beyond_weights() is None
+            absorbed = self._absorbed_is_less(q.shape[2], keys.shape[2]) and self._beyond_weights() is None
         visible = both(and_, self.mask, mask)
         try:
             form = self._absorbed if absorbed else self._expanded
@@ -256,6 +255,13 @@ class LatentAttention(nn.Module):
             up * self.kv_heads * keys + pairs * (self.nope_dim + self.rope_dim + self.v_dim),
             up * self.heads * queries + pairs * (scored + self.kv_rank),
         )
+
+    def _absorbed_is_less(self, queries: int, keys: int) -> bool:
+        """Whether the absorbed form has fewer FLOPs: of a shard, over the whole sequence, so ranks have one form."""
+        if (shard := token_positions()) is not None:
+            queries = keys = shard.length
+        flops = self.flops(queries, keys)
+        return flops.absorbed < flops.expanded
 
     def extra_repr(self) -> str:
         """The sizes."""

@@ -368,7 +368,7 @@ def check_observer(cache: KVCache | None, **options: object) -> None:
     """
     if cache is None or cache.evict is None:
         return
-    given = [name for name, value in options.items() if value is not None and not isinstance(value, Dot)]
+    given = [name for name, value in options.items() if value is not None and type(value) is not Dot]
     if given and isinstance(cache.evict.start(), QueryObserver):
         raise ProblemError(
             f"the cache has {cache.evict!r}, which computes attention weights as softmax(scale * q . k), and here they "

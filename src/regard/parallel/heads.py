@@ -72,9 +72,9 @@ def bias_of_heads(bias: Bias | None, heads: range) -> Bias | None:
     """The bias of some heads."""
     if bias is None:
         return None
-    if isinstance(bias, Sum):
+    if type(bias) is Sum:
         return Sum(cast(Bias, bias_of_heads(bias.a, heads)), cast(Bias, bias_of_heads(bias.b, heads)))
-    if isinstance(bias, TensorBias):
+    if type(bias) is TensorBias:
         whole = bias.tensor[(None,) * (4 - bias.tensor.ndim)]
         return bias if whole.shape[1] == 1 else TensorBias(whole[:, heads.start : heads.stop], bias.offset)
     return _function(bias, heads.start) if isinstance(bias, ScoreFunction) else HeadsBias(bias, heads.start)

@@ -158,10 +158,10 @@ def place_bias(bias: Bias | None, queries: Pieces, keys: Pieces) -> Bias | None:
     """The bias of the call that has these queries and keys."""
     if bias is None:
         return None
-    if isinstance(bias, Sum):
+    if type(bias) is Sum:
         a, b = (place_bias(each, queries, keys) for each in (bias.a, bias.b))
         return Sum(cast(Bias, a), cast(Bias, b))
-    if isinstance(bias, TensorBias):
+    if type(bias) is TensorBias:
         return _chosen_rows(bias, queries, keys)
     return _placed_function(bias, queries, keys) if isinstance(bias, ScoreFunction) else PlacedBias(bias, queries, keys)
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from regard.attention import attend, attend_state
+from regard.describe.mask import CallSizes
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.layout import Layout
 from regard.parallel.ring import ring_attend, ring_attend_state
@@ -135,7 +136,9 @@ def _check_specs(request: Request, q: DTensor) -> None:
                 "gradient of a rank is then that of its own queries, and their sum over the ranks is the gradient."
             )
     by_batch, by_head = bool(_dims(q, BATCH)), bool(_dims(q, HEADS))
-    shape = (1, 1) if request.mask is None else request.mask.broadcast_shape()
+    if by_batch and isinstance(request.offset, Tensor) and request.offset.ndim:
+        raise RefusalError("an offset for each batch row, which are sharded: call attend on the local tensors.")
+    shape = _mask_shape(request) if by_batch or by_head else (1, 1)
     for name, is_sharded, differs in (("batch rows", by_batch, shape[0] > 1), ("heads", by_head, shape[1] > 1)):
         if is_sharded and differs:
             raise RefusalError(
@@ -146,8 +149,6 @@ def _check_specs(request: Request, q: DTensor) -> None:
             f"{request.bias or request.score!r} with DTensors whose batch or heads are sharded: it may have a part for "
             "each row or head. Call attend on the local tensors, with the bias of their heads."
         )
-    if by_batch and isinstance(request.offset, Tensor) and request.offset.ndim:
-        raise RefusalError("an offset for each batch row, which are sharded: call attend on the local tensors.")
     ranks = 1
     for i in _dims(q, HEADS):
         ranks *= q.device_mesh.size(i)
@@ -155,6 +156,16 @@ def _check_specs(request: Request, q: DTensor) -> None:
         heads = cast(DTensor, getattr(request, name)).shape[HEADS]
         if heads % ranks:
             raise RefusalError(f"{name} has {heads} heads, sharded over {ranks} ranks: expected a whole multiple.")
+
+
+def _mask_shape(request: Request) -> tuple[int, int]:
+    """(batch, heads) of the mask of the whole call; a mask of a user may know them only when it is bound."""
+    whole = request.resolved()
+    if whole.mask is None:
+        return 1, 1
+    (batch, heads, queries), keys = whole.q.shape[:3], whole.k.shape[2]
+    offset = keys - queries if whole.offset is None else whole.offset
+    return whole.mask.bind(CallSizes(batch, heads, queries, keys, offset)).broadcast_shape()
 
 
 def _local_sink(sink: Tensor | None, q: DTensor) -> Tensor | None:

@@ -218,7 +218,7 @@ def _added(problem: Problem, operands: Operands) -> Operands:
 
 def _table(term: Bias, call: CallSizes, device: torch.device, wide: torch.dtype) -> Tensor:
     """The values of a bias, [batch or 1, heads or 1, queries or 1, keys or 1], computed in at least this type."""
-    if isinstance(term, TensorBias):
+    if type(term) is TensorBias:
         return term.rows(call.queries, call.offset)
     b, h, q, k = (torch.arange(size, device=device) for size in call[:4])
     at = b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k
@@ -227,4 +227,4 @@ def _table(term: Bias, call: CallSizes, device: torch.device, wide: torch.dtype)
 
 
 def _is_tensor(term: Bias) -> bool:
-    return isinstance(term, TensorBias)
+    return type(term) is TensorBias

@@ -38,7 +38,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         check_has_data(mask)
     compared = score or Dot()
     score_dim = compared.dim(qk_dim, k.shape[3])
-    score = None if isinstance(compared, Dot) else compared.bind(heads, kv_heads)
+    score = None if type(compared) is Dot else compared.bind(heads, kv_heads)
     check_numbers(scale, softcap, dropout)
     check_sink(sink, heads, q)
     offset = keys - queries if offset is None else check_offset(offset)

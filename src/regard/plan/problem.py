@@ -177,4 +177,4 @@ class Operands(NamedTuple):
 
 def is_pairwise(term: Bias) -> bool:
     """Whether a term of a bias is a value that is no tensor, and depends on more than the head and the distance."""
-    return not isinstance(term, TensorBias | ScoreFunction) and not term.per_distance()
+    return type(term) not in (TensorBias, ScoreFunction) and not term.per_distance()

@@ -225,7 +225,7 @@ def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offs
             f"offset is {offset}, and the rows of the stored keys have different lengths: omit it, then the last query "
             "of each row is at its own last key."
         )
-    if isinstance(bias, Bias) and any(not isinstance(t, TensorBias) or t.offset is not None for t in bias.terms()):
+    if isinstance(bias, Bias) and any(type(t) is not TensorBias or t.offset is not None for t in bias.terms()):
         raise ProblemError(
             f"{bias!r} with rows of different lengths: expected a TensorBias without an offset, whose rows are the "
             "queries of the call. Call attend row by row for others."
