@@ -447,7 +447,7 @@ def xglm(attention: type[XGLMAttention], layers: int = 2) -> Any:
     """XGLM with the attention of a class in the first layers."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2}
-    m = XGLMForCausalLM(XGLMConfig(**sizes, attention_heads=4)).eval()
+    m: Any = XGLMForCausalLM(XGLMConfig(**sizes, attention_heads=4)).eval()
     for layer in m.model.layers[:layers]:
         layer.self_attn.__class__ = attention
     return m
