@@ -17,6 +17,7 @@ from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Yarn
 from regard.storage.stored import Latent
 from tests.cache.evicted import Stream, feed, inside, kept_by, stream
+from tests.own_rope import Mirrored
 
 
 @given(sizes=st.lists(st.integers(1, 13), min_size=1, max_size=5))
@@ -168,6 +169,8 @@ def test_with_a_rope_positions_are_those_of_the_sequence_after_tokens_went():
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ProblemError, match="DynamicNTK depends on the length"):
         ExpectedAttention(64, rope=Rope(8, scaling=DynamicNTK(2.0, original=64)))
+    with pytest.raises(ProblemError, match="Mirrored has a rotate of its own, which cannot be undone: take rope=None"):
+        ExpectedAttention(64, rope=Mirrored(8))
     cache = KVCache(evict=ExpectedAttention(13, rope=Rope(16)))
     q, k, v = stream(60).tokens(0, 40)
     cache.append(k, v)

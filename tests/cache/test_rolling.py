@@ -14,6 +14,7 @@ from regard.cache.store import CachedTensor
 from regard.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Rolling, StoredTensor
+from tests.own_rope import Halving, Mirrored
 from tests.stored import dense
 
 BATCH, HEADS, QUERY_HEADS, DIM, V = 2, 3, 6, 8, 5
@@ -31,6 +32,7 @@ ROPES = {
     "linear": Rope(DIM, scaling=Linear(4.0)),
     "NTK": Rope(DIM, scaling=NTK(4.0)),
     "yarn, with an attention factor": Rope(DIM, scaling=Yarn(4.0, 32)),
+    "frequencies of a user": Halving(DIM),
     "llama 3": Rope(DIM, base=500.0, scaling=Llama3(8.0, original=64)),
 }
 
@@ -281,6 +283,11 @@ def test_a_rope_of_another_width_is_refused():
         KVCache(Rolling(23, 4, Rope(16))).append(*tokens_of(1))
     with pytest.raises(ProblemError, match=r"rope=10000.*expected the Rope\(8\)"):
         KVCache(Rolling(23, 4, 10000)).append(*tokens_of(1))
+
+
+def test_a_rope_that_rotates_in_its_own_way_is_refused():
+    with pytest.raises(ProblemError, match=r"rope=Mirrored\(dim=8.*Mirrored has a rotate of its own: take another lay"):
+        KVCache(Rolling(23, 4, Mirrored(8))).append(*tokens_of(1))
 
 
 def test_numbers_that_cannot_be_written_change_nothing():

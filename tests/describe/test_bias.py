@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from regard import Alibi, ProblemError, RefusalError, T5Bias, TensorBias, attend, explain
+from regard.describe.bias import Sum
 from regard.describe.mask import CallSizes
 from regard.extend import Bias, spec
 
@@ -264,6 +265,30 @@ class Squared(TensorBias):
 
     def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         return super().value(b, h, q, k).square()
+
+
+@spec
+class Doubled(Sum):
+    """Twice the sum."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return 2 * super().value(b, h, q, k)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_subclass_of_a_sum_has_the_values_of_its_own(backend: str | None):
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 7, 7))
+    table, near = torch.randn(2, 5, 7), torch.tensor([0.5, 0.25])
+    for own, twice in (
+        (Doubled(Alibi(2), TensorBias(table)), Alibi(2) + Alibi(2) + TensorBias(2 * table)),
+        (Doubled(Alibi(2), Alibi(slopes=near)), Alibi(2) + Alibi(2) + Alibi(slopes=2 * near)),
+    ):
+        expected = attend(q, k, v, bias=twice, backend="reference")
+        torch.testing.assert_close(attend(q, k, v, bias=own, backend=backend), expected)
+        torch.testing.assert_close(
+            attend(q, k, v, bias=own + TensorBias(table), backend=backend),
+            attend(q, k, v, bias=twice + TensorBias(table), backend="reference"),
+        )
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -21,6 +21,8 @@ from regard.describe import position_table, rotation
 from regard.describe.position import Rope, Sinusoidal
 from regard.describe.recent import Recent
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
+from regard.nn.rope_pairs import RopePairs
+from tests.own_rope import Halving
 
 FAR = 1_000_000
 
@@ -421,3 +423,14 @@ def test_positions_of_narrow_types_and_bad_ones():
 def test_an_array_is_refused_without_its_elements():
     with pytest.raises(ProblemError, match=r"^x is an array float64 \[1, 2, 5, 8\]: expected a tensor \[batch, heads,"):
         Rope(8).rotate(np.zeros((1, 2, 5, 8)))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_subclass_with_frequencies_of_its_own_rotates_by_them():
+    x, rope = torch.randn(1, 2, 5, 8, dtype=torch.float64), Halving(8)
+    angles = torch.arange(3.0, 8.0, dtype=torch.float64)[:, None] * rope.frequencies()
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    expected = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+    assert torch.allclose(rope.rotate(x, 3), expected)
+    assert torch.allclose(rope.rotate(x, torch.arange(3, 8), tokens=8), expected)
+    chosen = RopePairs(rope, ((1, 2),)).rotate(x[..., [1, 5, 2, 6]], 3)
+    assert torch.allclose(chosen, expected[..., [1, 5, 2, 6]])

@@ -9,9 +9,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from regard import Causal, ProblemError, TensorMask, Window, attend
+from regard import Causal, ProblemError, RefusalError, TensorMask, Window, attend
+from regard.describe.mask import And
+from regard.extend import spec
 from regard.integrate.cache import regard_cache
-from regard.integrate.layer_mask import LayerMask
+from regard.integrate.layer_mask import LayerMask, mask_over_kept
 from regard.integrate.lazy import LazyTensor, opened
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
@@ -188,6 +190,49 @@ def test_the_last_queries_of_a_mask_have_a_mask_by_rule(offset: Any):
     assert last.shape == (1, 1, 2, 7)
     assert torch.equal(last.dense(), mask.dense()[:, :, -2:])
     assert mask[:, :, 0:, :] is mask
+
+
+@spec
+class Odd(Causal):
+    """A token sees itself and the tokens of odd numbers before it."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return super().keep(b, h, q, k) & ((q == k) | (k % 2 == 1))
+
+
+@spec
+class EvenAnd(And):
+    """Kept by both, of keys of even numbers."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return super().keep(b, h, q, k) & (k % 2 == 0)
+
+
+@spec
+class Early(TensorMask):
+    """A table without the last three keys."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return super().keep(b, h, q, k) & (k < 4)
+
+
+def test_a_subclass_of_a_mask_is_what_its_own_keep_says():
+    q, k, table = torch.arange(2, 7)[:, None], torch.arange(7), torch.rand(5, 7) > 0.3
+    for own, kept in (
+        (EvenAnd(Causal(), Window(4)), (q >= k) & (q - k < 4) & (k % 2 == 0)),
+        (Early(table), table & (k < 4)),
+        (~Odd(), ~((q >= k) & ((q == k) | (k % 2 == 1)))),
+    ):
+        assert torch.equal(LayerMask(own, (1, 1, 5, 7), 2, "cpu").dense()[0, 0], kept)
+    rows: Any = LayerMask(EvenAnd(Causal(), TensorMask(table)), (1, 1, 5, 7), 2, "cpu")
+    last = rows[:, :, -2:, :]  # a table has a row for each query, so these are no mask by rule
+    assert torch.equal(last[0, 0], ((q >= k) & table & (k % 2 == 0))[-2:])
+
+
+def test_a_subclass_of_a_causal_mask_may_hide_earlier_tokens():
+    for own in (Odd(), EvenAnd(Causal(), Causal())):
+        with pytest.raises(RefusalError, match="which drops tokens"):
+            mask_over_kept(LayerMask(own, (1, 1, 2, 9), 7, "cpu"), 4, slice(None), 0, "a cache")
 
 
 def test_other_parts_of_a_mask_are_tensors():

@@ -21,6 +21,7 @@ from regard.linear import (
     Gated,
     LinearState,
     Relu,
+    Rule,
     Taylor,
     attend,
     linear_attend,
@@ -598,3 +599,13 @@ def test_a_subclass_of_favor_is_its_own_map(kind: type[Favor]):
     assert type(favor) is kind
     weights = (favor.map(q) @ favor.map(k).mT).tril()
     torch.testing.assert_close(linear_attend(q, k, v, favor).out, weights / weights.sum(-1, keepdim=True) @ v)
+
+
+def test_a_rule_of_a_user_is_refused():
+    @spec
+    class Fading(Rule):
+        by: float
+
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ProblemError, match=r"rule is Fading\(by=0.5\): expected Decay, Gated, Delta, or None"):
+        linear_attend(q, q, q, rule=Fading(0.5))

@@ -17,6 +17,7 @@ from regard.rope import DynamicNTK
 from regard.scores import Cosine, Dot
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from tests.own_rope import Mirrored
 
 BATCH, WIDTH, TOKENS = 2, 48, 151
 
@@ -305,8 +306,8 @@ def test_masks_count_keys_inside_a_rolling_cache():
 
 @pytest.mark.parametrize(
     ("position", "told"),
-    [(Rope(8), Rope(8)), (None, None), (Rope(8, scaling=DynamicNTK(2.0, 64)), None)],
-    ids=["a rope", "none", "one that changes with the length"],
+    [(Rope(8), Rope(8)), (None, None), (Rope(8, scaling=DynamicNTK(2.0, 64)), None), (Mirrored(8), None)],
+    ids=["a rope", "none", "one that changes with the length", "one that rotates in its own way"],
 )
 def test_expected_attention_is_told_the_rotation(position: Rope | None, told: Rope | None):
     made = model(position=position)

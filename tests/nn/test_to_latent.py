@@ -16,6 +16,7 @@ from regard.errors import ProblemError
 from regard.nn import MultiHeadAttention
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.to_latent import to_latent
+from tests.own_rope import Mirrored
 
 X = torch.randn(29, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -222,6 +223,7 @@ def test_what_is_trained_is_trained_afterwards_and_nothing_else(trained: str):
         ({"gate": True}, {}, "the module has gate="),
         ({"bias": Alibi(6)}, {}, "the module has bias="),
         ({"score": Cosine()}, {}, "the module has score="),
+        ({"position": Mirrored(8)}, {}, r"position=Mirrored\(dim=8\) has a rotate of its own"),
         ({"context_dim": 31}, {}, "latent attention is self-attention"),
         ({"sink": True, "qkv_bias": True}, {}, "a sink and biases"),
         ({}, {"kv_rank": 33}, r"kv_rank=33: expected 1 to 32, the full rank of \[32, 48\]"),

@@ -1,10 +1,14 @@
 """Models whose sequence is sharded over processes equal those of one process: logits, loss, gradients."""
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
+import torch
 
-from regard import Alibi, Rope, Sinusoidal, Window
+from regard import Alibi, Rope, Sinusoidal, TensorBias, Window
+from regard.extend import spec
+from regard.integrate.sharded import _dense_tensors  # pyright: ignore[reportPrivateUsage]
 from tests.parallel import model_cases
 from tests.parallel.workers import Workers, workers
 
@@ -78,3 +82,13 @@ def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(r
 @pytest.mark.exhaustive
 def test_a_compiled_model_is_sharded_uncompiled(ranks: Workers) -> None:
     ranks.run(model_cases.compiled_model)
+
+
+def test_tables_of_users_are_no_dense_tensors_of_the_tokens_of_a_rank() -> None:
+    @spec
+    class ByCentury(TensorBias):
+        def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+            return self.tensor[q // 100, k // 100]
+
+    dense, own = TensorBias(torch.zeros(5, 5)), ByCentury(torch.zeros(3, 3))
+    assert _dense_tensors(None, own + dense) == [dense.tensor]

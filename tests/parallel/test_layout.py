@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from regard import Causal, Dilated, Documents, KeyLengths, Mask, MaskFunction, Prefix, ProblemError, TensorMask, Window
 from regard.cost import Pattern
+from regard.extend import spec
 from regard.parallel import Layout
 from regard.parallel.balance import balanced_by, imbalance, steps_of, time_of
 from regard.parallel.pair_counts import pair_counts, rank_pairs, step_pairs
@@ -64,6 +65,32 @@ def test_the_pairs_of_ranks_are_those_of_the_dense_mask(mask: Mask | None, make:
     counts = pair_counts(mask, TOKENS)
     assert rank_pairs(counts, layout).tolist() == expected
     assert counts.before(np.arange(TOKENS + 1)).tolist() == [0, *dense.sum(1).cumsum(0).tolist()]
+
+
+@spec
+class PerHead(Mask):
+    """A window per head; without `broadcast_shape`."""
+
+    width: int
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return (q >= k) & (q - k < self.width * (h + 1))
+
+
+@pytest.mark.parametrize("mask", [PerHead(20), MaskFunction(lambda b, h, q, k: (q >= k) & (q - k < 20 * (h + 1)))])
+def test_a_mask_that_differs_between_heads_without_saying_so_is_counted_in_each(mask: Mask) -> None:
+    layout, said = Layout.zigzag(TOKENS, 3), [Causal() & Window(20 * (h + 1)) for h in range(4)]
+    pairs = [rank_pairs(pair_counts(each, TOKENS), layout) for each in said]
+    assert rank_pairs(pair_counts(mask, TOKENS, batch=2, heads=4), layout).tolist() == sum(pairs).tolist()
+    both = mask & KeyLengths(torch.tensor([TOKENS, TOKENS, 0]))  # which knows its 3 rows by itself
+    assert rank_pairs(pair_counts(both, TOKENS, heads=4), layout).tolist() == (2 * sum(pairs)).tolist()
+    assert rank_pairs(pair_counts(mask, TOKENS), layout).tolist() == pairs[0].tolist()
+
+
+def test_the_balanced_layout_has_the_work_of_all_heads() -> None:
+    wide = MaskFunction(lambda b, h, q, k: (q >= k) & ((h > 0) | (q - k < 2)))
+    assert Layout.balanced(512, 4, wide) == Layout.contiguous(512, 4)
+    assert Layout.balanced(512, 4, wide, heads=8) == Layout.balanced(512, 4, Causal()) != Layout.contiguous(512, 4)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +222,7 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
             r"sending=-1\): expected a finite number of pairs, 0 or more",
         ),
         (lambda: Layout.balanced(8, 2, None, sending=math.nan), r"sending=nan\): expected a finite number of pairs"),
+        (lambda: Layout.balanced(8, 2, Causal(), heads=0), r"batch=1, heads=0\): expected whole numbers, 1 or more"),
         (lambda: Layout.balanced(8, 2, None, sending=True), r"sending=True\): expected a finite number of pairs"),
         (lambda: Layout.balanced(8, 2, 3), "mask is 3: expected a regard Mask, a regard.cost.Pattern, or None"),  # pyright: ignore[reportArgumentType]
     ],

@@ -16,7 +16,7 @@ from regard.cache.evict import Eviction, EvictionState, check_bool, check_whole,
 from regard.cache.query_observer import TILE, QueryAccumulator, QueryWindow
 from regard.cache.store import Store
 from regard.describe.mask import Mask
-from regard.describe.position import Rope
+from regard.describe.position import Rope, has_own_rotate
 from regard.errors import ProblemError
 from regard.wide import wide_of
 
@@ -137,6 +137,11 @@ class ExpectedAttention(Eviction):
             raise ProblemError(
                 f"ExpectedAttention(rope={self.rope!r}): {type(scaling).__name__} depends on the length that "
                 "the sequence had, so the rotation of queries cannot be undone: take rope=None."
+            )
+        if self.rope is not None and has_own_rotate(self.rope):
+            raise ProblemError(
+                f"ExpectedAttention(rope={self.rope!r}): {type(self.rope).__name__} has a rotate of its own, which "
+                "cannot be undone: take rope=None."
             )
         super().__post_init__()
 

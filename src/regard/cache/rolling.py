@@ -38,7 +38,7 @@ from regard.cache.coded_steps import CodedSteps, InRing, PagedCodes
 from regard.cache.quantised import QuantisedStore
 from regard.cache.steps import RollingSteps, RotateSinks, ring_slot
 from regard.cache.store import CachedTensor, Form, allocate, allocate_both, as_cached, select_rows
-from regard.describe.position import Rope
+from regard.describe.position import Rope, has_own_rotate
 from regard.describe.position_table import is_traced
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
@@ -145,10 +145,16 @@ class SinkRotation(NamedTuple):
 
 
 def check_rope(rope: Any, form: Form) -> None:
-    """Raise `ProblemError` unless it is None or a `Rope` for keys of this form."""
-    if rope is None or (isinstance(rope, Rope) and rope.dim == form.qk_dim):
+    """Raise `ProblemError` unless it is None or a `Rope` for keys of this form, which rotates by its frequencies."""
+    if rope is None:
         return
-    raise ProblemError(f"Rolling(rope={rope!r}): expected the Rope({form.qk_dim}) that rotated the keys, or None.")
+    if not isinstance(rope, Rope) or rope.dim != form.qk_dim:
+        raise ProblemError(f"Rolling(rope={rope!r}): expected the Rope({form.qk_dim}) that rotated the keys, or None.")
+    if has_own_rotate(rope):
+        raise ProblemError(
+            f"Rolling(rope={rope!r}): sinks are rotated on by the frequencies of a Rope, and {type(rope).__name__} has "
+            "a rotate of its own: take another layout."
+        )
 
 
 def _scaled_length(rope: Rope, length: int) -> int | None:

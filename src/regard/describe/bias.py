@@ -110,7 +110,7 @@ class Sum(Bias):
         return self.a.per_distance() and self.b.per_distance()
 
     def terms(self) -> list[Bias]:
-        return [*self.a.terms(), *self.b.terms()]
+        return [*self.a.terms(), *self.b.terms()] if type(self) is Sum else [self]
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:

@@ -182,6 +182,9 @@ class Rope(Position):
             (GPT-NeoX 0.25, Phi-2 0.4; `partial_rotary_factor`).
         interleaved: whether the two dimensions of a pair are adjacent.
 
+    A subclass may define other `frequencies`, or `rotate`. What has to undo, continue or split a rotation refuses a
+    `rotate` of its own: `Rolling`, `ExpectedAttention`, `RopePairs` and `to_latent`.
+
     >>> rope = Rope(4, base=100.0)
     >>> rope.frequencies().tolist()
     [1.0, 0.1]
@@ -225,7 +228,7 @@ class Rope(Position):
         Args:
             tokens: current length of the sequence, for `DynamicNTK` and `LongRope`; None: at most the training length.
         """
-        return self._frequencies(_whole_tokens(tokens), torch.device("cpu"))
+        return self._scaled(_whole_tokens(tokens), torch.device("cpu"))
 
     def attention_factor(self, tokens: int | None = None) -> float:
         """The factor of rotated queries and keys, so scores get its square. 1 without scaling."""
@@ -283,8 +286,19 @@ class Rope(Position):
         return rotation_table(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
 
     def _frequencies(self, tokens: int | None, device: torch.device) -> Tensor:
+        """`frequencies` of any length, as positions may be negative."""
+        if type(self).frequencies is Rope.frequencies:
+            return self._scaled(tokens, device)
+        return self.frequencies(None if tokens is None else max(tokens, 1)).to(device)
+
+    def _scaled(self, tokens: int | None, device: torch.device) -> Tensor:
         plain = _plain(self.rotated, self.base, device)
         return plain if self.scaling is None else self.scaling.scaled(plain, self.base, tokens)
+
+
+def has_own_rotate(rope: Rope) -> bool:
+    """Whether a rope is of a subclass with another `rotate`, which may be no rotation by `frequencies`."""
+    return type(rope).rotate is not Rope.rotate
 
 
 def _plain(dim: int, base: float, device: torch.device) -> Tensor:

@@ -179,22 +179,20 @@ class LayerMask(DenseOnUse, _BlockMask):
 
 def _is_by_position(mask: Mask | None) -> bool:
     """Whether a mask has no table of the queries of the call."""
-    if isinstance(mask, And | Or):
-        return _is_by_position(mask.a) and _is_by_position(mask.b)
-    if isinstance(mask, Not):
-        return _is_by_position(mask.a)
-    return not isinstance(mask, TensorMask) or mask.offset is not None or mask.mask.shape[-2] == 1
+    if isinstance(mask, TensorMask):
+        return mask.offset is not None or mask.mask.shape[-2] == 1
+    return mask is None or all(_is_by_position(part) for part in mask.parts() if isinstance(part, Mask))
 
 
 def _keep(mask: Mask, *at: Tensor) -> Tensor:
     """`mask.keep`, where the rows of a table without an offset are the queries of the call."""
-    if isinstance(mask, And):
+    if type(mask) is And:
         return _keep(mask.a, *at) & _keep(mask.b, *at)
-    if isinstance(mask, Or):
+    if type(mask) is Or:
         return _keep(mask.a, *at) | _keep(mask.b, *at)
-    if isinstance(mask, Not):
+    if type(mask) is Not:
         return ~_keep(mask.a, *at)
-    if isinstance(mask, TensorMask) and mask.offset is None:
+    if type(mask) is TensorMask and mask.offset is None:
         return mask.mask.to(at[0].device)
     return mask.keep(*at)
 
@@ -219,8 +217,8 @@ def mask_over_kept(given: LayerMask, kept: int, rows: slice, skip: int, cache: o
             "and the remaining ones have moved. Take a cache that keeps all."
         )
     queries, parts = given.shape[2], _parts(mask)
-    if all(isinstance(part, Causal) or _is_padding(part) for part in parts):
-        return Causal() if any(isinstance(part, Causal) for part in parts) else None
+    if all(type(part) is Causal or _is_padding(part) for part in parts):
+        return Causal() if any(type(part) is Causal for part in parts) else None
     if queries == 1:
         return Causal()
     new = given.dense()[rows, :, skip:, given.shape[3] - queries + skip :]
@@ -229,19 +227,19 @@ def mask_over_kept(given: LayerMask, kept: int, rows: slice, skip: int, cache: o
 
 def _shows_all_earlier(mask: Mask | None) -> bool:
     """Whether each query sees all tokens before it, except padding."""
-    if isinstance(mask, And):
+    if type(mask) is And:
         return _shows_all_earlier(mask.a) and _shows_all_earlier(mask.b)
-    if isinstance(mask, Or):
+    if type(mask) is Or:
         return _shows_all_earlier(mask.a) or _shows_all_earlier(mask.b)
-    return mask is None or isinstance(mask, Causal) or _is_padding(mask)
+    return mask is None or type(mask) is Causal or _is_padding(mask)
 
 
 def _parts(mask: Mask | None) -> list[Mask]:
     """The masks that have to keep a pair, each of them."""
-    if isinstance(mask, And):
+    if type(mask) is And:
         return [*_parts(mask.a), *_parts(mask.b)]
     return [] if mask is None else [mask]
 
 
 def _is_padding(mask: Mask) -> bool:
-    return isinstance(mask.a if isinstance(mask, Not) else mask, KeyLengths)
+    return type(mask.a if type(mask) is Not else mask) is KeyLengths

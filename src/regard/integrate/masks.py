@@ -110,7 +110,7 @@ def _closure(function: Predicate) -> dict[str, Any]:
 
 
 def _all_of(masks: Iterable[Mask | None]) -> Mask | None:
-    parts = sorted((m for m in masks if m is not None), key=lambda m: not isinstance(m, Causal))  # Causal() first
+    parts = sorted((m for m in masks if m is not None), key=lambda m: type(m) is not Causal)  # Causal() first
     return functools.reduce(operator.and_, parts) if parts else None
 
 
@@ -196,9 +196,9 @@ def _remapped(function: Predicate, request: MaskRequest) -> Mask | None:
 
 
 def _of_distances(mask: Mask | None) -> bool:
-    if isinstance(mask, And | Or):
+    if type(mask) is And or type(mask) is Or:
         return _of_distances(mask.a) and _of_distances(mask.b)
-    return mask is None or isinstance(mask, Causal | Window | Documents)  # Documents: chunks of the packed positions
+    return mask is None or type(mask) in (Causal, Window, Documents)  # Documents: chunks of the packed positions
 
 
 def _unknown(function: Predicate, request: MaskRequest) -> Mask:
@@ -250,9 +250,9 @@ def _padding(request: MaskRequest, mask: Mask | None) -> Mask | None:
 
 
 def _is_causal(mask: Mask | None) -> bool:
-    if isinstance(mask, And):
+    if type(mask) is And:
         return _is_causal(mask.a) or _is_causal(mask.b)
-    return isinstance(mask, Causal)
+    return type(mask) is Causal
 
 
 _READERS: dict[str, Callable[[Predicate, MaskRequest], Mask | None]] = {

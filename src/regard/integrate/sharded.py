@@ -166,8 +166,8 @@ def _ring_without_dense(model: Any, tokens: int) -> Route:
 def _dense_tensors(mask: Mask | None, bias: Bias | None) -> list[Tensor]:
     """The tensors [..., queries, keys] in what a layer attends with."""
     terms = [] if bias is None else bias.terms()
-    biases = [term.tensor for term in terms if isinstance(term, TensorBias)]
-    return [mask.mask, *biases] if isinstance(mask, TensorMask) else biases
+    biases = [term.tensor for term in terms if type(term) is TensorBias]
+    return [mask.mask, *biases] if type(mask) is TensorMask else biases
 
 
 def _check_function(function: Predicate, inputs: Inputs) -> None:

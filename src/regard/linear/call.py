@@ -132,6 +132,8 @@ def _check_kinds(features: object, rule: object, state: object) -> None:
                 raise ProblemError(f"{name} is a LinearResult, the output and the state: take its .state.")
             what = type(given).__name__ if isinstance(given, Tensor) else repr(given)
             raise ProblemError(f"{name} is {what}: expected a {kind.__name__} or None, see regard.linear.")
+    if rule is not None and not isinstance(rule, Decay | Gated | Delta):
+        raise ProblemError(f"rule is {rule!r}: expected Decay, Gated, Delta, or None.")
 
 
 def _check_together(features: Feature | None, rule: Rule | None, scale: object, normalise: bool) -> None:

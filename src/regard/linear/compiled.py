@@ -17,7 +17,6 @@ from regard.describe.feature import Elu1, Favor, Relu
 from regard.linear import delta, gated, sums
 from regard.linear.call import LinearCall
 from regard.linear.finite import rule_tensors
-from regard.linear.rule import Decay, Delta, Gated
 from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, has_own_operators
 from regard.torch_internals import dispatch_modes
@@ -48,7 +47,6 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         call.in_place
         and (call.any_form or call.run in (sums.chunked, gated.chunked, delta.chunked))
-        and (call.rule is None or isinstance(call.rule, Decay | Gated | Delta))
         and (type(call.features) in (type(None), Favor) or (type(call.features) in (Elu1, Relu) and call.scale is None))
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import torch
 
 from regard.cache import ExpectedAttention, KVCache
 from regard.cache.store import Policy
-from regard.describe.position import Rope
+from regard.describe.position import Rope, has_own_rotate
 from regard.nn.multi_head import MultiHeadAttention
 from regard.storage.codec import Codec
 from regard.storage.stored import Layout, Rolling
@@ -48,12 +48,12 @@ def _layout_with_rope(layout: Layout | None, attention: object) -> Layout | None
 
 
 def _policy_with_rope(evict: Policy | None, attention: object) -> Policy | None:
-    """The policy with the module's rope, unless its angles change with the length: then queries cannot be unrotated."""
+    """The policy with the module's rope, unless queries cannot be unrotated: it rotates in its own way, or by length."""
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
     rope = None if position is None else position.spec
     if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):
         return evict
-    if rope.scaling is not None and rope.scaling.looks_at_length():
+    if has_own_rotate(rope) or (rope.scaling is not None and rope.scaling.looks_at_length()):
         return evict
     return replace(evict, rope=rope)
 

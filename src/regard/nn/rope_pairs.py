@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.describe.position import Position, Rope
+from regard.describe.position import Position, Rope, has_own_rotate
 from regard.describe.position_table import check_positions, rows
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
@@ -40,6 +40,11 @@ class RopePairs(Position):
     def __post_init__(self) -> None:
         if not isinstance(self.rope, Rope):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"RopePairs(rope={self.rope!r}): expected a Rope.")
+        if has_own_rotate(self.rope):
+            raise ProblemError(
+                f"RopePairs(rope={self.rope!r}): pairs are rotated by the frequencies of a Rope, and "
+                f"{type(self.rope).__name__} has a rotate of its own."
+            )
         if not _is_choice(self.pairs):
             raise ProblemError(
                 f"RopePairs(pairs={self.pairs!r}): expected a tuple of whole numbers for each head, as in "

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.describe.position import Rope
+from regard.describe.position import Rope, has_own_rotate
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
@@ -154,6 +154,9 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
     for name, part in unsupported.items():
         if part is not None:
             raise ProblemError(f"the module has {name}=, which latent attention does not support.")
+    rope = None if module.position is None else cast(Rope, module.position.spec)
+    if rope is not None and has_own_rotate(rope):
+        raise ProblemError(f"position={rope!r} has a rotate of its own: latent attention rotates pairs of a Rope.")
     check_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")
     if module.context_dim != module.d_model:
         raise ProblemError("the keys of the module come from a context: latent attention is self-attention.")
@@ -165,7 +168,7 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
                     f"the module has {name} and biases of keys and values: latent attention cannot represent such "
                     "biases exactly."
                 )
-    return None if module.position is None else cast(Rope, module.position.spec)
+    return rope
 
 
 def _pair_dims(rope: Rope) -> Tensor:

@@ -46,9 +46,11 @@ SWEEPS = 3
 """How often each round is rotated anew."""
 
 
-def balanced(tokens: int, ranks: int, mask: "Mask | Pattern | None", sending: float = 0.0) -> Layout:
+def balanced(
+    tokens: int, ranks: int, mask: "Mask | Pattern | None", sending: float = 0.0, batch: int = 1, heads: int = 1
+) -> Layout:
     """The layout of a mask, see `Layout.balanced`."""
-    return balanced_by(pair_counts(mask, tokens), ranks, sending)
+    return balanced_by(pair_counts(mask, tokens, batch, heads), ranks, sending)
 
 
 def balanced_by(counts: PairCounts, ranks: int, sending: float = 0.0) -> Layout:

@@ -219,7 +219,10 @@ class Layout:
         return cls(tokens, tuple(joined(blocks[r::ranks]) for r in range(ranks)))
 
     @classmethod
-    def balanced(cls, tokens: int, ranks: int, mask: "Mask | Pattern | None", *, sending: float = 0.0) -> "Layout":
+    def balanced(
+        cls, tokens: int, ranks: int, mask: "Mask | Pattern | None", *,
+        sending: float = 0.0, batch: int = 1, heads: int = 1,
+    ) -> "Layout":  # fmt: skip
         """The layout that shares the work of this mask evenly, whatever the mask; see `balance.py`.
 
         The same on every rank, as it is computed from the mask alone, in integers.
@@ -229,6 +232,9 @@ class Layout:
             sending: how many pairs a rank computes in the time in which it sends one token's keys and values (a pair of
                 H heads of dimension D is 4 H D FLOPs). With it, the layout is that of the shortest time: keys of short
                 documents stay near. 0: sending costs nothing.
+            batch, heads: of the calls, for a mask that differs between batch rows or heads and has no
+                `broadcast_shape`: a `MaskFunction`, or one of your own. Its work is that of so many; with 1 each, that
+                of the first.
 
         >>> from regard import Causal
         >>> Layout.balanced(4096, 2, Causal()).counts
@@ -238,7 +244,12 @@ class Layout:
         is_number = isinstance(cast(object, sending), Real) and not isinstance(sending, bool)
         if not is_number or not 0 <= sending < math.inf:
             raise ProblemError(f"Layout.balanced(sending={sending!r}): expected a finite number of pairs, 0 or more.")
-        return import_module("regard.parallel.balance").balanced(tokens, ranks, mask, float(sending))
+        if not (is_integer(batch, least=1) and is_integer(heads, least=1)):
+            raise ProblemError(
+                f"Layout.balanced(batch={batch!r}, heads={heads!r}): expected whole numbers, 1 or more."
+            )
+        make = import_module("regard.parallel.balance").balanced
+        return make(tokens, ranks, mask, float(sending), operator.index(batch), operator.index(heads))
 
     def __str__(self) -> str:
         return f"a layout of {self.tokens} tokens on {self.ranks} ranks"

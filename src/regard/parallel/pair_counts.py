@@ -49,11 +49,13 @@ class PairCounts(Protocol):
         ...
 
 
-def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
+def pair_counts(mask: "Mask | Pattern | None", tokens: int, batch: int = 1, heads: int = 1) -> PairCounts:
     """The counts of a mask over a sequence that attends to itself.
 
     Args:
         mask: None keeps every pair; a `regard.cost.Pattern` is counted without loading torch.
+        batch, heads: of the calls. A mask that differs between them and has no `broadcast_shape`, as a `MaskFunction`
+            or one of a user, is counted in so many; others know by themselves in how many they differ.
 
     Raises:
         ProblemError: it is no mask, or does not fit the number of tokens.
@@ -69,9 +71,9 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
     masks = import_module("regard.describe.mask")
     if not isinstance(mask, masks.Mask):
         raise ProblemError(f"mask is {mask!r}: expected a regard Mask, a regard.cost.Pattern, or None.")
-    batch, heads = mask.broadcast_shape()
-    sizes: CallSizes = masks.CallSizes(batch, heads, tokens, tokens, 0)
-    bound = mask.bind(sizes)
+    own_batch, own_heads = mask.broadcast_shape()
+    bound = mask.bind(masks.CallSizes(max(own_batch, batch), max(own_heads, heads), tokens, tokens, 0))
+    sizes: CallSizes = masks.CallSizes(*bound.broadcast_shape(), tokens, tokens, 0)
     intervals = masks.intervals_of(bound, sizes)
     if intervals is not None:
         return IntervalCounts(tokens, intervals)

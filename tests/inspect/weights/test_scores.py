@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from regard import Alibi, Causal, State, attend, attend_state
 from regard.calls import observe_calls
 from regard.describe.score import Dot
+from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
@@ -77,10 +79,20 @@ def test_scores_that_are_dot_products_of_prepared_tokens_are_read_like_any(score
     torch.testing.assert_close(weights.dense().sum(-1), torch.ones(2, 6, 29), atol=1e-5, rtol=0)
 
 
+@spec
+class Centred(Dot):
+    """The dot product of deviations from 1."""
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().compare(q - 1, k - 1)
+
+
 def test_a_call_that_compares_by_no_dot_product_is_refused():
     additive = Additive(torch.randn(5, 7), torch.randn(5, 7), torch.randn(5))
     with pytest.raises(ProblemError, match=r"by Additive\(.*dot products only"):
         Weights.of(replace(drawn(), score=additive))
+    with pytest.raises(ProblemError, match=r"by Centred\(\).*dot products only"):
+        Weights.of(drawn(score=Centred()))
 
 
 def test_the_shares_of_a_part_are_those_within_it():

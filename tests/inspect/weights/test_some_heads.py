@@ -1,13 +1,17 @@
 """The weights of some heads are those heads' rows of all weights, whatever a word says of heads."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from regard import Alibi, T5Bias, TensorBias, TensorMask
+from regard import Alibi, Bias, T5Bias, TensorBias, TensorMask
 from regard.describe.bias import Sum
 from regard.describe.mask import CallSizes, Rectangles
+from regard.describe.spec import spec
 from regard.errors import ProblemError
+from regard.inspect.sweep import by_triton, sweep
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.some_heads import OfHeads, bias_of_heads, key_heads
 from tests.inspect.dense import CASES, HEADS, definition, drawn
@@ -93,3 +97,43 @@ def test_whatever_counts_as_an_integer_names_a_head(index):
 def test_heads_that_do_not_exist_are_an_error(index):
     with pytest.raises(ProblemError, match=r"of 6 heads: expected one or more integers from 0 to 5"):
         Weights.of(drawn()).heads(index)
+
+
+@spec
+class Negated(T5Bias):
+    """The table with the other sign."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return -super().value(b, h, q, k)
+
+
+@spec
+class Squared(TensorBias):
+    """The squares of a table."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return super().value(b, h, q, k).square()
+
+
+@spec
+class Doubled(Sum):
+    """Twice the sum."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return 2 * super().value(b, h, q, k)
+
+
+OWN: dict[str, Bias] = {
+    "buckets": Negated(torch.linspace(-1, 1, 8 * HEADS).view(8, HEADS)),
+    "a table": Squared(torch.linspace(-2, 2, HEADS * 29 * 29).view(HEADS, 29, 29)),
+    "a sum": Doubled(Alibi(HEADS), TensorBias(torch.linspace(0, 1, HEADS * 29).view(HEADS, 1, 29))),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_subclass_of_a_bias_has_values_of_its_own_in_some_heads_and_in_a_sweep(name: str):
+    call = drawn(bias=OWN[name])
+    exact, weights = definition(call).weights, Weights.of(call)
+    torch.testing.assert_close(weights.heads([4, 1]).dense().double(), exact[:, [4, 1]], atol=1e-6, rtol=0)
+    torch.testing.assert_close(sweep(weights).columns.double(), exact.sum(2), atol=1e-5, rtol=0)
+    assert not by_triton.knows(weights) or OWN[name].per_distance()

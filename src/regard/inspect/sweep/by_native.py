@@ -34,7 +34,7 @@ def takes(weights: Weights) -> bool:
         and weights.q.device.type == "cpu"
         and len(dtypes) == 1
         and dtypes <= set(native_calls.DTYPES)
-        and all(term.per_distance() or isinstance(term, TensorBias) for term in terms)
+        and all(term.per_distance() or type(term) is TensorBias for term in terms)
         and weights.totals.rest is None
     )
 
@@ -172,7 +172,7 @@ class _Inputs:
             vectors = kept_by_distance(reduce(add, far), w.shape[1], w.dtype, first, count)
             self._kept.append(vectors)
             self.fields |= {"distance": vectors.data_ptr(), "distance_head": vectors.stride(0)}
-        terms = [term for term in bias.terms() if isinstance(term, TensorBias)]
+        terms = [term for term in bias.terms() if type(term) is TensorBias]
         tables = [_of_batch(term.rows(w.shape[2], w.offset), w) for term in terms]
         if tables:
             table = tables[0] if len(tables) == 1 else reduce(add, (table.to(w.dtype) for table in tables))

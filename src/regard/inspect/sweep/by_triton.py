@@ -38,7 +38,7 @@ def knows(weights: Weights) -> bool:
         and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
         and weights.q.shape[3] <= LARGEST_DIM
         and bool(weights.q.numel() and weights.k.numel())
-        and all(term.per_distance() or isinstance(term, TensorBias) for term in terms)
+        and all(term.per_distance() or type(term) is TensorBias for term in terms)
     )
 
 
@@ -109,7 +109,7 @@ def _distance(w: Weights) -> Tensor | None:
 
 def _table(w: Weights) -> Tensor | None:
     """The other terms of the bias, as one tensor."""
-    terms = [] if w.bias is None else [term for term in w.bias.terms() if isinstance(term, TensorBias)]
+    terms = [] if w.bias is None else [term for term in w.bias.terms() if type(term) is TensorBias]
     tables = [_of_batch(term.rows(w.shape[2], w.offset), w).detach() for term in terms]
     if not tables:
         return None

@@ -82,7 +82,7 @@ class CallScores:
             ProblemError: the scores of the call are not dot products.
         """
         q, k, score = call.q.detach(), call.k.detach(), call.score
-        if score is not None and not isinstance(score, Dot):
+        if score is not None and type(score) is not Dot:
             with torch.no_grad():
                 q, k, score = score.prepare(q, k)
             if score is not None:

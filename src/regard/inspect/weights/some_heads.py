@@ -76,14 +76,14 @@ def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:
     """The bias of a call for these query heads; tables stay tables, which backends support."""
     if bias is None:
         return None
-    if isinstance(bias, Sum):
+    if type(bias) is Sum:
         a, b = (bias_of_heads(term, heads) for term in (bias.a, bias.b))
         assert a is not None
         assert b is not None
         return a + b
-    if isinstance(bias, T5Bias):
+    if type(bias) is T5Bias:
         return T5Bias(bias.table[:, heads.to(bias.table.device)], bias.bidirectional, bias.max_distance)
-    if isinstance(bias, TensorBias):
+    if type(bias) is TensorBias:
         table = bias.tensor
         by_head = table.ndim >= 3 and table.shape[-3] > 1
         return TensorBias(table.index_select(-3, heads.to(table.device)), bias.offset) if by_head else bias
