@@ -21,6 +21,7 @@ from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.token_positions import tokens_at
+from tests.own_rope import Mirrored
 
 SIZES: dict[str, Any] = {"kv_rank": 13, "nope_dim": 5, "rope_dim": 4, "v_dim": 7, "mask": Causal()}
 KINDS: dict[str, dict[str, Any]] = {
@@ -489,6 +490,8 @@ def test_pairs_are_tuples_of_whole_numbers(pairs):
         RopePairs(Rope(8), pairs)
     with pytest.raises(ProblemError, match=r"RopePairs.rope=8.: expected a Rope"):
         RopePairs(8, ((0, 1),))
+    with pytest.raises(ProblemError, match=r"RopePairs.rope=Mirrored.*Mirrored has a rotate of its own"):
+        RopePairs(Mirrored(8), ((0, 1),))
 
 
 def test_every_shard_of_a_sequence_takes_the_form_of_the_whole():

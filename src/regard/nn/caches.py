@@ -48,7 +48,7 @@ def _layout_with_rope(layout: Layout | None, attention: object) -> Layout | None
 
 
 def _policy_with_rope(evict: Policy | None, attention: object) -> Policy | None:
-    """The policy with the module's rope, unless queries cannot be unrotated: it rotates in its own way, or by length."""
+    """The policy with the module's rope, unless queries cannot be unrotated: by a `rotate` of its own, or by length."""
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
     rope = None if position is None else position.spec
     if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):

@@ -245,9 +245,7 @@ class Layout:
         if not is_number or not 0 <= sending < math.inf:
             raise ProblemError(f"Layout.balanced(sending={sending!r}): expected a finite number of pairs, 0 or more.")
         if not (is_integer(batch, least=1) and is_integer(heads, least=1)):
-            raise ProblemError(
-                f"Layout.balanced(batch={batch!r}, heads={heads!r}): expected whole numbers, 1 or more."
-            )
+            raise ProblemError(f"Layout.balanced(batch={batch!r}, heads={heads!r}): expected whole numbers, 1 or more.")
         make = import_module("regard.parallel.balance").balanced
         return make(tokens, ranks, mask, float(sending), operator.index(batch), operator.index(heads))
 
