@@ -27,10 +27,11 @@ int64_t reported(const char *name) {
 // Of the fast cores, where there are several kinds.
 Caches reported() {
     const int64_t first = reported("hw.perflevel0.l1dcachesize"), second = reported("hw.perflevel0.l2cachesize");
-    return {first ? first : reported("hw.l1dcachesize"), second ? second : reported("hw.l2cachesize"), 0, {}, {}, {}};
+    return {
+        first ? first : reported("hw.l1dcachesize"), second ? second : reported("hw.l2cachesize"), 0, {}, {}, {}, {}};
 }
 #elif defined(_SC_LEVEL1_DCACHE_SIZE)
-Caches reported() { return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), 0, {}, {}, {}}; }
+Caches reported() { return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), 0, {}, {}, {}, {}}; }
 #else
 Caches reported() { return {}; }
 #endif
@@ -61,6 +62,7 @@ bool second_is_near() { return kind() == Kind::zen4; }
 // second need as well, and of lines that are asked for a block ahead, 64 KiB, few are still there.
 bool asks_into_first() { return kind() == Kind::zen5 || kind() == Kind::arm; }
 
+// Intel's cores with 2 MiB of the second level: Golden Cove and later.
 bool has_far_second(int64_t second) { return kind() == Kind::intel && second >= int64_t(2) << 20; }
 
 // Zen 5: with one row `all` takes 0.91 to 0.97 of the time of `keys`, with four 0.90 to 0.97. Zen 4: `far` takes 0.83
@@ -91,6 +93,9 @@ Caches found() {
     if (sizes.first <= 0) sizes.first = int64_t(32) << 10;
     if (sizes.second < sizes.first) sizes.second = int64_t(512) << 10;
     sizes.near = !is_pinned && second_is_near() ? sizes.second : sizes.first;
+    // 0.93 to 0.98 of the time on a Xeon with AMX, with 512-bit and 256-bit products; on Zen 4 with 256-bit ones 0.98
+    // to 1.05
+    sizes.shares = has_far_second(sizes.second);
     sizes.asks_into_first = asks_into_first();
     sizes.lists_each = has_far_second(sizes.second);
     sizes.streams = streams(sizes.second);

@@ -23,6 +23,7 @@ struct Streams {
 struct Caches {
     int64_t first, second;
     int64_t near;          // what operands of 512-bit products may take before products wait for them
+    bool shares;           // whether two tiles share keys and values that are read in place
     bool asks_into_first;  // whether lists of lines (source.h) are asked for into the first
     bool lists_each;       // whether these have each line also of rows that are read in order (AVX-512)
     Streams streams;

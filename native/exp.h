@@ -134,8 +134,8 @@ REGARD_INLINE D tanh(D x) {
     return size < 0.1 ? p * x : (x < 0.0 ? -far : far);
 }
 
-// To two roundings, of numbers whose reciprocal is normal. Intel begins a division of 512 bits once in 16 cycles, and an
-// approximate reciprocal once in 4; Zen 4 divides beside multiply-adds.
+// Errs by up to two roundings, for divisors whose reciprocal is normal. Intel begins a division of 512 bits every 16
+// cycles, and an approximate reciprocal every 4; Zen 4 divides beside multiply-adds.
 REGARD_INLINE F quotient(F above, F below) {
 #if defined(__AMX_BF16__)
     const F near = _mm512_rcp14_ps(below);

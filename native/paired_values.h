@@ -1,8 +1,8 @@
 // Values of a key head as products read them down (Tokens::down), made once where many tiles of queries use them.
 //
-// Each block of 128 tokens is made by the thread that first needs it, so that it is in that thread's caches; who needs
-// it meanwhile makes another for itself and waits for nobody. Where threads are too many for that, all blocks are made
-// before.
+// Each block of 128 tokens is made by the thread that first needs it, so that it is in that thread's caches; a thread
+// that needs it meanwhile makes one for itself, and none waits. Where threads are too many for that, all blocks are
+// made beforehand.
 #pragma once
 
 #include "source.h"

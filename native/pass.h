@@ -82,20 +82,21 @@ struct ForwardPass {
 
     // Two tiles share keys and values where those are converted, which is then done half as often: 0.97 to 0.98 of the
     // time on Zen 4, for bf16 on AVX2 and AVX-512. Also where they stream from a third level and products wait even for
-    // the second (Cascade Lake), and always where products need not wait for it: 0.95 to 1.00 on Zen 4. On AMX from
-    // half of the second level on, as what is transposed is written there besides: 0.95 to 0.99. What both need must
-    // fit the second level.
+    // the second (Cascade Lake), and always where products need not wait for it (0.95 to 1.00 on Zen 4) and on Intel's
+    // cores with 2 MiB of it (0.93 to 0.98). With AMX's tiles from half of the second level on, as what is transposed
+    // is written there besides: 0.95 to 0.99. What both need must fit the second level.
     int64_t tiles_at_most() const {
         const int64_t of_key = (c.qk_dim + c.v_dim) * int64_t(sizeof(typename K::Stored));
         if (few || Forward<K>::bytes(c, TILES) + 2 * BLOCK * of_key > caches().second) return 1;
         const bool converted = keys_of(c) || values_of(c) || (K::pairs ? !pairs : !K::in_place);
         const int64_t room = K::tiled ? caches().second / 2 : caches().second;
         const bool streams = c.keys * of_key > room && nearby() < caches().second;
-        return converted || streams || nearby() == caches().second ? TILES : 1;
+        const bool in_place = !K::tiled && (caches().shares || nearby() == caches().second);
+        return converted || streams || in_place ? TILES : 1;
     }
 
-    // Whether threads make pairs as they need them: what several of them make at the same time at the begin of a head
-    // is then little by all that its tiles compute.
+    // Whether threads make pairs as they need them: what several of them make at the same time at the beginning of a
+    // head is then little beside all that its tiles compute.
     bool as_needed() const { return cut.lines * cut.strips >= 8 * c.threads; }
 
     int64_t part_bytes() const {

@@ -1,11 +1,12 @@
 """Calls of `attend` and `attend_state` in this thread: who observes them, changes their outputs, computes them."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -23,7 +24,8 @@ class Call:
     """One call, as observers get it: the tensors and specs that were computed with, the plan, and the results.
 
     `mask` and `bias` are bound to the sizes of the call; `scale` and `offset` have their defaults filled in; `out`
-    includes the sink, `lse` does not.
+    includes the sink, `lse` does not. `dropped` tokens of the text are no longer among the keys: the cache of a module
+    dropped them. Query i is at position offset + i among the keys, and dropped + offset + i in the text.
     """
 
     q: Tensor
@@ -40,6 +42,7 @@ class Call:
     plan: Plan
     out: Tensor
     lse: Tensor
+    dropped: int = 0
 
 
 Observers = tuple["_Observer", ...]
@@ -113,6 +116,26 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
         yield
 
 
+_dropped: ContextVar[int] = ContextVar("dropped", default=0)
+
+
+def after_dropped(tokens: int) -> AbstractContextManager[None]:
+    """Within the block, `tokens` tokens of the text are no longer among the keys: `Call.dropped`.
+
+    For modules whose caches drop tokens. Calls that torch traces have no observers, so there it does nothing.
+    """
+    return nullcontext() if is_compiling() or not tokens else _entered_dropped(tokens)
+
+
+@contextmanager
+def _entered_dropped(tokens: int) -> Generator[None]:
+    token = _dropped.set(tokens)
+    try:
+        yield
+    finally:
+        _dropped.reset(token)
+
+
 Route = Callable[[Request], State]
 """What computes a call elsewhere; of its state, `attend` reads `out`, which has the sink already."""
 
@@ -171,7 +194,7 @@ def pass_to_observers(observers: Observers, score: Score | None, plan: Plan, ope
     o, p = gathered(operands), plan.problem
     call = Call(
         o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
-        state.lse,
+        state.lse, _dropped.get(),
     )  # fmt: skip
     for observer in observers:
         if (out := observer(call)) is not None:

@@ -19,7 +19,7 @@ HOMES = {
     "torch.distributed": ["parallel/"],
     "torch.onnx": ["dispatch/onnx_form.py", "integrate/onnx.py"],
     "transformers": ["integrate/"],
-    "ctypes": ["native.py", "native_calls.py", "integrate/heap.py", "huge_pages.py"],
+    "ctypes": ["native.py", "native_calls.py", "integrate/heap.py", "huge_pages.py", "describe/tensors.py"],
     "rich": ["cli/"],
     "matplotlib": ["inspect/plot.py"],
     "xxhash": ["describe/"],

@@ -423,6 +423,12 @@ class TestQueriesMustCome:
         with pytest.raises(ProblemError, match="3 queries were observed and only 2 tokens"):
             cache.observe(s.q[:, :, :3])
 
+    def test_a_batch_may_have_no_rows(self, word: Eviction):
+        caches = KVCache(evict=word), KVCache(evict=word)
+        for cache, batch in zip(caches, (0, 2), strict=True):
+            feed(cache, stream(60, batch=batch), [31, 1, 1])
+        assert caches[0].tokens == caches[1].tokens < 31
+
     def test_a_step_without_queries_is_none(self, word: Eviction):
         cache, s = KVCache(evict=word), stream(60)
         feed(cache, s, [7])

@@ -13,6 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from regard import (
+    Documents,
+    KeyLengths,
+    MaskFunction,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    attend,
+    scaled_dot_product_attention,
+)
 from regard.describe.content import Untraceable, content
 
 Change = tuple[Callable[..., Any], Callable[[], object]]
@@ -240,3 +250,29 @@ UNKNOWN: dict[str, Callable[..., Any]] = {
 def test_what_cannot_be_followed_equals_nothing(name: str):
     assert isinstance(content(UNKNOWN[name]), Untraceable)
     assert content(UNKNOWN[name]) != content(UNKNOWN[name])
+
+
+T = torch.Tensor
+READS: dict[str, tuple[Callable[[], T], Callable[[T, T], T]]] = {
+    "a table": (lambda: torch.ones(5, 5).bool(), lambda q, t: attend(q, q, q, mask=TensorMask(t))),
+    "lengths": (lambda: torch.tensor([3, 5]), lambda q, t: attend(q, q, q, mask=KeyLengths(t))),
+    "documents": (lambda: torch.tensor([0, 0, 1, 1, 1]), lambda q, t: attend(q, q, q, mask=Documents(t))),
+    "a function": (
+        lambda: torch.arange(5), lambda q, t: attend(q, q, q, mask=MaskFunction(lambda b, h, i, j: t[i] >= t[j])),
+    ),
+    "a bias": (lambda: torch.zeros(5, 5).requires_grad_(), lambda q, t: attend(q, q, q, bias=TensorBias(t))),
+    "buckets": (lambda: torch.zeros(8, 2).requires_grad_(), lambda q, t: attend(q, q, q, bias=T5Bias(t))),
+    "torch's mask": (
+        lambda: torch.ones(5, 5).bool(), lambda q, t: scaled_dot_product_attention(q, q, q, attn_mask=t),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_tensor_that_was_read_can_still_be_resized(name: str):
+    """FSDP frees parameters so. `tensor.numpy()` would end that for good."""
+    make, call = READS[name]
+    tensor, q = make(), torch.randn(2, 2, 5, 8)
+    for _ in range(2):
+        call(q, tensor)
+    assert tensor.untyped_storage().resizable()

@@ -581,8 +581,25 @@ class CausalNot(Undecided, Not):
 
 @spec
 class OddAnd(Undecided, And):
+    by: int = 0
+
     def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-        return And.keep(self, b, h, q, k) & (k % 2 == 1)
+        return And.keep(self, b, h, q, k) & (k % 2 != self.by)
+
+
+@spec
+class Hidden(TensorMask):
+    """A table of what is hidden."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "mask", ~self.mask)
+
+
+@spec
+class Triangle(TensorMask):
+    def __init__(self, queries: int, keys: int) -> None:
+        super().__init__(torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries))
 
 
 TABLE = torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.4
@@ -592,6 +609,12 @@ DERIVED: dict[str, tuple[Mask, Any]] = {
     "a function": (WindowPerHead(lambda b, h, q, k: q >= k), lambda b, h, i, j: (i >= j) & (i - j < h + 1)),
     "not": (CausalNot(Window(2, 2)), lambda b, h, i, j: i - j >= 2),
     "and": (OddAnd(Causal(), Window(5)), lambda b, h, i, j: (i >= j) & (i - j < 5) & (j % 2 == 1)),
+    "and, of a table": (
+        OddAnd(TensorMask(TABLE), Window(5), by=1),
+        lambda b, h, i, j: TABLE & (i - j < 5) & (j % 2 == 0),
+    ),
+    "a table that is made": (Hidden(~TABLE), lambda b, h, i, j: TABLE),
+    "a table of sizes": (Triangle(7, 9), lambda b, h, i, j: i >= j),
 }
 
 

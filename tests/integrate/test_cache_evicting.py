@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from regard import ProblemError, RefusalError, Rope
 from regard.cache.evict import Knorm, SinksAndRecent
-from regard.cache.evict_by_attention import TOVA
+from regard.cache.evict_by_attention import H2O, TOVA
 from regard.calls import observe_calls
 from regard.integrate import cache_options
 from regard.integrate.cache import regard_cache
@@ -303,6 +303,23 @@ def test_tokens_that_pushed_none_out_can_be_taken_back(side: str | None):
         again = m(ids[:, 9:], attention_mask=mask, **with_cache(cache)).logits
     assert torch.allclose(again, whole[:, 9:], atol=1e-5)
     assert cache.get_seq_length() == 13
+
+
+@pytest.mark.parametrize("words", [{"evict": H2O(9, sinks=2)}, {"layout": Rolling(9, sinks=2)}], ids=str)
+@pytest.mark.parametrize("side", [None, "left"])
+def test_it_says_how_many_tokens_can_be_taken_back(words: dict[str, Any], side: str | None):
+    m, ids, cache = on_regard("llama"), prompt(2, 13), regard_cache(model("llama"), **words)
+    mask = torch.ones(2, 13, dtype=torch.int64) if side is None else padding(side)
+    with torch.no_grad():
+        for stop, start in ((9, 0), (13, 9)):
+            m(ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(cache))
+    with pytest.raises(ProblemError, match=r"crop\(-12\): .* at most \d+ can be removed.* reset\(\)") as said:
+        cache.crop(-12)
+    most = int(str(said.value).split("at most ")[1].split()[0])
+    with pytest.raises(ProblemError, match=rf"crop\({-most - 1}\): .* at most {most} can be removed"):
+        cache.crop(-most - 1)
+    cache.crop(-most)
+    assert cache.get_seq_length() == 13 - most
 
 
 @FORGETFUL

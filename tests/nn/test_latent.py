@@ -110,6 +110,18 @@ def written_out(m: Any, x: torch.Tensor) -> torch.Tensor:
 # ---- what it computes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["k_up", "v_up"])
+def test_hooks_that_change_what_is_expanded_act_on_decoded_tokens_too(name: str):
+    m = made("queries made of x")
+    up = getattr(m, name)
+    up.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    up.register_forward_hook(lambda _, inputs, out: out - 1)
+    x, cache = tokens(), KVCache()
+    with torch.no_grad():
+        steps = torch.cat([m(some, cache=cache) for some in x.split([8, 1, 1, 1], 1)], 1)
+        torch.testing.assert_close(steps, m(x))
+
+
 @pytest.mark.parametrize("absorbed", [False, True, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_either_form_is_the_papers_equations(kind, absorbed):

@@ -199,6 +199,9 @@ def test_projections_that_are_more_than_their_weights_are_refused(convert: Calla
         convert(hooked)
     hook.remove()
     convert(hooked)
+    hooked.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    with pytest.raises(RefusalError, match=r"k_proj has a forward hook, .* remove the hook first"):
+        convert(hooked)
 
 
 @pytest.mark.parametrize("convert", [to_torch, partial(to_latent, kv_rank=6), partial(share_heads, kv_heads=1)])

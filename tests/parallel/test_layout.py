@@ -81,9 +81,9 @@ class PerHead(Mask):
 def test_a_mask_that_differs_between_heads_without_saying_so_is_counted_in_each(mask: Mask) -> None:
     layout, said = Layout.zigzag(TOKENS, 3), [Causal() & Window(20 * (h + 1)) for h in range(4)]
     pairs = [rank_pairs(pair_counts(each, TOKENS), layout) for each in said]
-    assert rank_pairs(pair_counts(mask, TOKENS, batch=2, heads=4), layout).tolist() == sum(pairs).tolist()
+    assert rank_pairs(pair_counts(mask, TOKENS, batch=2, heads=4), layout).tolist() == np.sum(pairs, axis=0).tolist()
     both = mask & KeyLengths(torch.tensor([TOKENS, TOKENS, 0]))  # which knows its 3 rows by itself
-    assert rank_pairs(pair_counts(both, TOKENS, heads=4), layout).tolist() == (2 * sum(pairs)).tolist()
+    assert rank_pairs(pair_counts(both, TOKENS, heads=4), layout).tolist() == (2 * np.sum(pairs, axis=0)).tolist()
     assert rank_pairs(pair_counts(mask, TOKENS), layout).tolist() == pairs[0].tolist()
 
 

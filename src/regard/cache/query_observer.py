@@ -137,6 +137,8 @@ class QueryWindow(NamedTuple):
         (batch, kv_heads, keys, _), group = k.shape, self.q.shape[1] // k.shape[1]
         dtype = wide_of(self.q.dtype)
         sums = torch.zeros(batch, kv_heads, keys, dtype=dtype, device=k.device)
+        if not batch:
+            return sums
         rows = TILE // max(1, batch * kv_heads * group * keys)
         blocks = [(slice(0, batch), slice(0, kv_heads))]
         if rows < min(self.queries, ROWS) or (k.dtype != dtype and k.numel() > TILE):

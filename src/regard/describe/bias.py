@@ -5,7 +5,6 @@ biases without rounding the sum: backends add each in the type that they compute
 """
 
 import math
-from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -54,7 +53,7 @@ class Bias(Spec):
                 return map_tuple(wide, cast("tuple[Any, ...]", part))
             return part.widened(dtype) if isinstance(part, Bias) else part
 
-        return self.of_parts(map(wide, self.parts()))
+        return self.with_fields(**{name: wide(getattr(self, name)) for name in self._fields})
 
     def __add__(self, other: "Bias") -> "Bias":
         return Sum(self, _bias(other))
@@ -104,7 +103,7 @@ class Sum(Bias):
         return values_of(self.a, b, h, q, k) + values_of(self.b, b, h, q, k)
 
     def bind(self, sizes: CallSizes) -> Bias:
-        return replace(self, a=self.a.bind(sizes), b=self.b.bind(sizes))
+        return self.with_fields(a=self.a.bind(sizes), b=self.b.bind(sizes))
 
     def per_distance(self) -> bool:
         return self.a.per_distance() and self.b.per_distance()
@@ -284,7 +283,7 @@ class TensorBias(Bias):
                 f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(called)}, first query at "
                 f"{sizes.offset}: every size must be equal or 1, and rows with an offset must cover the queries."
             )
-        return replace(self, offset=first)
+        return self.with_fields(offset=first)
 
     def rows(self, queries: int, offset: int) -> Tensor:
         """The rows for the queries of a call, after `bind`: [batch or 1, heads or 1, queries or 1, keys or 1]."""

@@ -14,7 +14,6 @@ matrix whose size does not depend on the count of keys (Katharopoulos et al. 202
 """
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -210,7 +209,7 @@ class Favor(NearSoftmax):
         >>> Favor(8, features=16).redraw(1)
         Favor(dim=8, features=16, seed=1)
         """
-        return replace(self, seed=seed)
+        return self.with_fields(seed=seed)
 
     def vectors(self) -> Tensor:
         """The w_f, float64 [features, dim] on the CPU. Cached for equal arguments: do not write to them."""

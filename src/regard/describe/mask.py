@@ -12,7 +12,6 @@ A mask answers two questions about *positions* (query i of a call is at position
 
 import inspect
 import reprlib
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -175,7 +174,7 @@ class Pair(Mask):
         a, b = self.a.bind(sizes), self.b.bind(sizes)
         if a is self.a and b is self.b:  # so the cached fingerprint stays
             return self
-        return type(self)(a, b)  # pyright: ignore[reportCallIssue]
+        return self.with_fields(a=a, b=b)
 
 
 _pairs: dict[tuple[type[Pair], int, int], tuple[Mask, Fingerprint, Fingerprint]] = {}
@@ -269,7 +268,7 @@ class Not(Mask):
         return self.a.broadcast_shape()
 
     def bind(self, sizes: CallSizes) -> Mask:
-        return replace(self, a=self.a.bind(sizes))
+        return self.with_fields(a=self.a.bind(sizes))
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:

@@ -5,7 +5,6 @@ host once.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -213,7 +212,7 @@ class Tree(Mask):
                 f"Tree has {tokens} tokens from position {start}, and the call has {sizes.keys} keys and queries up to "
                 f"{sizes.positions - 1}: the tree's tokens are the last keys."
             )
-        return replace(self, start=start)
+        return self.with_fields(start=start)
 
     def _ancestors(self) -> Bools:
         seen = np.eye(len(self.parents), dtype=bool)
@@ -284,7 +283,7 @@ class TensorMask(Mask):
                 f"{self!r} has rows for queries at {first} to {first + rows - 1}, and the call has queries at "
                 f"{sizes.offset} to {sizes.positions - 1}."
             )
-        return replace(self, offset=first)
+        return self.with_fields(offset=first)
 
     def _first(self) -> int:
         *_, rows, columns = _sizes_in_4d(self.mask)

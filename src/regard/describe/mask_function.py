@@ -6,7 +6,6 @@ depends on is found by one call with tensors that record their use.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class MaskFunction(Mask):
         shape = sizes.batch if uses_batch else 1, sizes.heads if uses_heads else 1
         if shape == self.broadcast_shape():  # nearly always, and every call binds its mask
             return self
-        return replace(self, batch=shape[0], heads=shape[1])
+        return self.with_fields(batch=shape[0], heads=shape[1])
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:

@@ -10,6 +10,7 @@ the fingerprint. The name of the class is used in the serialised form only.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import reprlib
@@ -157,6 +158,8 @@ class Spec:
 
     _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
+    _derived: ClassVar[frozenset[str]] = frozenset()
+    """The attributes that are computed from others when they are first asked for."""
     _serial_name: ClassVar[str] = ""
     _made: ClassVar["type[Spec] | None"] = None
     """The class that `@spec` made; a subclass without `@spec` inherits that of another class."""
@@ -236,6 +239,17 @@ class Spec:
     def of_parts(cls, parts: Iterable[Any]) -> Self:
         """The spec whose fields have these values, in order; by name, since a field may be keyword-only."""
         return cls(**dict(zip(cls._fields, parts, strict=True)))
+
+    def with_fields(self, **fields: Any) -> Self:
+        """This spec with other values of some fields. No constructor runs, as a subclass may have one of its own.
+
+        >>> from regard import Window
+        >>> Window(8).with_fields(left=4)
+        Window(left=4)
+        """
+        made = object.__new__(type(self))
+        made.__dict__.update({name: x for name, x in self.__dict__.items() if name not in self._derived} | fields)
+        return made
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -324,6 +338,8 @@ def spec(cls: W) -> W:
     name = next(name for name in names if name not in Spec._serialized)  # pyright: ignore[reportPrivateUsage]
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
     made._serial_name, made._kind, made._made = name, kind, made  # pyright: ignore[reportPrivateUsage]
+    computed = {n for base in made.__mro__ for n, x in vars(base).items() if isinstance(x, functools.cached_property)}
+    made._derived = frozenset({*_CACHED, *computed})  # pyright: ignore[reportPrivateUsage]
     Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
 

@@ -11,6 +11,7 @@ there.**
 A content key keeps no tensor alive, so neither does a cache whose keys have content keys.
 """
 
+import ctypes
 import itertools
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
@@ -37,14 +38,6 @@ from regard.torch_internals import (
 )
 
 T = TypeVar("T")
-
-_NUMPY = frozenset({
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
-    torch.float64, torch.complex64, torch.complex128,
-})  # fmt: skip
-"""Types that numpy has; elements of other types are read as integers of the same size."""
-
-_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _serials = itertools.count()
 _serial_of = WeakIdKeyDictionary()
@@ -159,9 +152,9 @@ def digest(tensor: Tensor) -> bytes:
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([1, 2])), digest(torch.arange(2)) == digest(torch.ones(2))
     (True, False)
     """
-    plain = tensor.dtype in _NUMPY and not tensor.requires_grad and tensor.is_contiguous() and _is_plain(tensor)
-    if plain and current_func_transform() is None:  # inside torch.func, `numpy` reads a wrapper, which has no elements
-        return xxh3_128_digest(tensor.numpy().data)
+    plain = tensor.is_contiguous() and _is_plain(tensor)
+    if plain and current_func_transform() is None:  # inside torch.func it may be a wrapper, which has no elements
+        return xxh3_128_digest(_memory(tensor))
     with ignore_func_transforms():
         if tensor.requires_grad or not _is_plain(tensor):
             with ignore_torch_function():
@@ -171,19 +164,30 @@ def digest(tensor: Tensor) -> bytes:
             if not step and data.shape[axis] > 1:  # each element once, and which axes repeat them
                 data = data.narrow(axis, 0, 1)
                 expanded.append(axis)
-        data = data.contiguous().reshape(-1).view(data.dtype if data.dtype in _NUMPY else _OF_BYTES[data.itemsize])
-        found = xxh3_128_digest(data.numpy().data)
+        data = data.contiguous()
+        found = xxh3_128_digest(_memory(data))
         return found if not expanded else xxh3_128_digest(found + bytes(expanded))
 
 
+def _memory(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the host, while it lives.
+
+    Not `tensor.numpy()`: after it torch never again resizes that memory, and FSDP frees parameters by resizing them.
+    """
+    size = tensor.nbytes
+    if size and not tensor.data_ptr():  # a tangent of zeros, which torch has not written
+        tensor = tensor.clone()
+    return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+
+
 def elements(tensor: Tensor) -> np.ndarray:
-    """The elements of a tensor, on the host; also inside `torch.func`, where masks are only read.
+    """The elements of a tensor, copied to the host; also inside `torch.func`, where masks are only read.
 
     >>> elements(torch.arange(3))
     array([0, 1, 2])
     """
     with ignore_func_transforms():
-        return without_gradient_wrappers(tensor).detach().resolve_neg().cpu().numpy()
+        return without_gradient_wrappers(tensor).detach().resolve_neg().to("cpu", copy=True).numpy()
 
 
 def _content(tensor: Tensor) -> Hashable:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from regard.describe.mask import CallSizes, Ints, Rectangles
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
+from regard.describe.tensors import elements
 from regard.describe.term import Captured, Constant, Op, Term, Variable, evaluate
 
 Floats = NDArray[np.float64]
@@ -99,8 +100,8 @@ class Extents:
         })  # fmt: skip
         values = values.detach().cpu().expand(*rows, len(axis)).reshape(-1, len(axis))
         if values.is_floating_point():
-            return None if values.isnan().any() else RangeExtremes(values.double().numpy())
-        return RangeExtremes(values.long().numpy())
+            return None if values.isnan().any() else RangeExtremes(elements(values.double()))
+        return RangeExtremes(elements(values.long()))
 
     def _joined(self, op: Op, r: Rectangles, known: dict[int, Extent]) -> Extent:
         if op.name == "index":
@@ -151,14 +152,14 @@ class Extents:
             row = row * size + start
         if id(op) not in self.sides:
             flat = table.detach().cpu().reshape(-1, table.shape[-1])
-            self.sides[id(op)] = RangeExtremes((flat.double() if flat.is_floating_point() else flat.long()).numpy())
+            self.sides[id(op)] = RangeExtremes(elements(flat.double() if flat.is_floating_point() else flat.long()))
         return cast(RangeExtremes, self.sides[id(op)])(row, ends[-1][0], ends[-1][1] + 1)
 
     def _in_layout(
         self, op: Op, table: torch.Tensor, ends: list[tuple[Ints, Ints]]
     ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
         if id(op) not in self.counts:
-            whole = table.detach().cpu().reshape(-1, 1, *table.shape[-2:]).numpy()
+            whole = elements(table).reshape(-1, 1, *table.shape[-2:])
             self.counts[id(op)] = (
                 BlockCounts.of_layout(whole, 1) if whole.size <= DENSE else BlockCounts.of_table(whole)
             )

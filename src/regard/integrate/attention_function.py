@@ -17,7 +17,7 @@ from transformers.utils import output_capturing
 
 from regard.attention import attend
 from regard.cache.store import CachedTensor
-from regard.calls import current_observers, current_route
+from regard.calls import after_dropped, current_observers, current_route
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
@@ -119,7 +119,8 @@ def attention(
     if query.shape[0] == 1 < batch:  # one set of learned queries for all rows
         query = query.expand(batch, -1, -1, -1)
     options |= {"mask": keep, "bias": bias, "offset": offset}
-    out = _attend(module, query, k, v, dropout=dropout if module.training else 0.0, **options)
+    with after_dropped(attention_mask.dropped if isinstance(attention_mask, LayerMask) else 0):
+        out = _attend(module, query, k, v, dropout=dropout if module.training else 0.0, **options)
     if found is not None:
         found[0].observe(_observe_queries(module, found[0], query), keep, scaling)
     weights = _weights(module, query, k, options) if output_attentions or _is_recorded() else None
@@ -143,7 +144,8 @@ def _by_row(
     """The attention of a padded batch to a layer that evicts, [batch, queries, heads, v_dim]."""
 
     def run(q: Tensor, found: tuple[Any, Any], keep: Mask | None) -> Tensor:
-        return _attend(module, q, *found, mask=keep, **options)
+        with after_dropped(layer.get_seq_length() - sizes_of(found[0])[1]):
+            return _attend(module, q, *found, mask=keep, **options)
 
     observed = functools.partial(_observe_queries, module, layer)
     out = layer.attend_by_row(given, query, run, observed, options["scale"], is_unchanged)

@@ -170,7 +170,7 @@ class EvictingLayer(StoredLayer):
         if layer_mask is None or layer_mask.shape[3] == keys:
             return layer_mask
         mask = mask_over_kept(layer_mask, keys - queries, slice(None), 0, self.kv)
-        return LayerMask(mask, (*layer_mask.shape[:3], keys), keys - queries, "cpu")
+        return LayerMask(mask, (*layer_mask.shape[:3], keys), keys - queries, "cpu", dropped=self._length - keys)
 
     def observe(self, query: Tensor, mask: Mask | None, scale: float | None) -> None:
         """Show the policy the queries of this step, as attention used them; after a prompt, evict."""

@@ -101,7 +101,15 @@ class StoredLayer(CacheLayerMixin):
         """Raise what `crop` would raise, and change nothing."""
         check_crop(tokens_to_remove)
         for kv in self.caches:
-            kv.check_crop(max(kv.tokens_seen + tokens_to_remove, 0))
+            left = kv.tokens_seen + tokens_to_remove
+            if 0 < left < kv.min_crop:
+                owner = kv.layout if kv.evict is None else kv.evict
+                raise ProblemError(
+                    f"crop({tokens_to_remove}): {owner!r} has dropped some of the {kv.tokens_seen} tokens, which the "
+                    f"next one would look back on, so at most {kv.tokens_seen - kv.min_crop} can be removed. Start "
+                    "anew, with reset()."
+                )
+            kv.check_crop(max(left, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; their count is a negative number.

@@ -45,6 +45,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         device: where the model computes.
         padding: bool [batch, tokens] from position 0, where False is padding; None: there is none.
         read: makes the mask from what the padding is, where `mask` has it as a tensor that the host did not read.
+        dropped: tokens of the text before the first key, which a cache dropped.
 
     Attributes:
         call: its shape; an attribute is read faster than the property.
@@ -71,6 +72,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         device: torch.device | str,
         padding: Tensor | None = None,
         read: Callable[[], Mask | None] | None = None,
+        dropped: int = 0,
     ) -> None:
         # BlockMask's own __init__ wants block tables that this mask does not need.
         self.mask, self.call, self.offset, self._device, self.padding = mask, shape, offset, device, padding
@@ -79,7 +81,7 @@ class LayerMask(DenseOnUse, _BlockMask):
             offset if isinstance(offset, Tensor) else torch.scalar_tensor(offset, dtype=torch.int64, device="cpu")
         )
         self._dense: Tensor | None = None
-        self._read = read
+        self._read, self.dropped = read, dropped
         self._by_rule: tuple[Mask | None] | None = None
         self.known: KnownCall | None = None
 
@@ -134,7 +136,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         if first == 0:
             return self
         shape = (*self.call[:2], self.call[2] - first, self.call[3])
-        return LayerMask(self.mask, shape, self.offset + first, self._device, self.padding, self._read)
+        return LayerMask(self.mask, shape, self.offset + first, self._device, self.padding, self._read, self.dropped)
 
     def _first_of_last(self, index: Any) -> int | None:
         """The first query of an index that keeps the last ones, `[:, :, first:, :]`; None for another index or mask."""

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
@@ -105,13 +106,13 @@ def mask(
         return (make_dense or sdpa_mask)(**called)
     shape = batch_size, 1, q_length, kv_length
     if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
-        return LayerMask(Causal(), shape, q_offset - kv_offset, device)
+        return LayerMask(Causal(), shape, q_offset - kv_offset, device, dropped=kv_offset)
     function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
     if q_length == 1 and (step := _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)):
         return step
     first = int(q_offset)
     request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
-    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask)
+    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask, dropped=kv_offset)
 
 
 def _of_step(
@@ -137,10 +138,14 @@ def _of_step(
     if not (is_of_step(keep) if by_tensor else is_of_distances(keep)):
         return None
     if padding is None:
-        return LayerMask(keep, shape, offset, device)
+        return LayerMask(keep, shape, offset, device, dropped=kv_offset)
     shown = TensorMask(real_keys(padding, keys, kv_offset)[:, None, None].bool())
     keep = shown if keep is None else keep & shown
-    return LayerMask(keep, shape, offset, device, padding, lambda: to_mask(request(int(offset) + kv_offset, padding)))
+
+    def read() -> Mask | None:
+        return to_mask(request(int(offset) + kv_offset, padding))
+
+    return LayerMask(keep, shape, offset, device, padding, read, kv_offset)
 
 
 MakeMask = Callable[..., LayerMask]

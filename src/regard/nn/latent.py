@@ -16,6 +16,7 @@ from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.cache import KVCache
 from regard.cache.store import CachedTensor, leading_channels
+from regard.calls import after_dropped
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.describe.position_table import check_positions
@@ -72,7 +73,8 @@ class LatentAttention(nn.Module):
     The cheaper form runs. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
     keys the absorbed form takes 1/117 of the expanded one; for a prompt of 4,096 tokens the expanded one takes 1/3.2 of
     the absorbed one. The absorbed form reads the weights of k_up and v_up. If these do not say what k_up and v_up
-    compute (adapters, quantised modules), the expanded form runs. Hooks on these two run in the expanded form only.
+    compute (adapters, forward hooks, quantised modules), the expanded form runs. With absorbed=True, and a cache that
+    evicts, hooks on these two do not act.
 
     Args:
         d_model: the width of x and of the output.
@@ -190,7 +192,7 @@ class LatentAttention(nn.Module):
             cache: stores `kv_rank + rope_heads * rope_dim` elements of each token as keys of one head, with the layout
                 `Latent(kv_rank)` or any other. The absorbed form reads them without a copy.
             absorbed: the form; None: the one with fewer FLOPs, or the expanded one if k_up or v_up computes more than
-                the product with its weight, or is quantised.
+                the product with its weight, has a forward hook, or is quantised.
 
         Raises:
             ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts where
@@ -213,11 +215,13 @@ class LatentAttention(nn.Module):
         if cache is not None:  # a latent is both key and value
             keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
         if absorbed is None:
-            absorbed = self._absorbed_is_less(q.shape[2], keys.shape[2]) and self._beyond_weights() is None
+            is_less = self._absorbed_is_less(q.shape[2], keys.shape[2])
+            absorbed = is_less and self._beyond_weights(with_hooks=True) is None
         visible = both(and_, self.mask, mask)
         try:
             form = self._absorbed if absorbed else self._expanded
-            out = form(q_nope, q_rope, keys, values, visible)
+            with after_dropped(0 if cache is None else cache.tokens_seen - keys.shape[2]):
+                out = form(q_nope, q_rope, keys, values, visible)
             if cache is not None and cache.evict is not None:
                 cache.observe(self._to_latents(q_nope, q_rope), observed_mask(visible, q, keys), self._scale)
         except BaseException:
@@ -379,10 +383,10 @@ class LatentAttention(nn.Module):
             given, option = ("absorbed=True", "absorbed=") if absorbed else ("a cache with evict=", "evict=")
             raise ProblemError(f"{given} reads the weights of k_up and v_up, and {reason}; or leave {option} out.")
 
-    def _beyond_weights(self) -> str | None:
+    def _beyond_weights(self, *, with_hooks: bool = False) -> str | None:
         """Why the weights of k_up and v_up do not say what these compute; None if they do."""
         for name, up in (("k_up", self.k_up), ("v_up", self.v_up)):
-            if up is not None and (reason := beyond_linear(up, with_hooks=False)) is not None:
+            if up is not None and (reason := beyond_linear(up, with_hooks=with_hooks)) is not None:
                 return f"{name} {reason}"
         return None
 

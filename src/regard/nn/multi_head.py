@@ -17,6 +17,7 @@ from regard.backend.contract import Backend
 from regard.cache import KVCache
 from regard.cache.query_observer import QueryObserver
 from regard.cache.store import CachedTensor
+from regard.calls import after_dropped
 from regard.describe.bias import Bias
 from regard.describe.heads import Heads
 from regard.describe.mask import Mask
@@ -202,15 +203,17 @@ class MultiHeadAttention(nn.Module):
             k, v = cache.append(k, v)
         visible = both(and_, self.mask, mask)
         try:
-            out = attend(
-                q, k, v,
-                mask=visible,
-                bias=both(add, self.bias, bias),
-                score=score,
-                scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
-                offset=None if context is None else 0 if isinstance(first, Tensor) else first,
-                backend=self.backend,
-            )  # fmt: skip
+            with after_dropped(0 if cache is None or context is not None else cache.tokens_seen - k.shape[2]):
+                out = attend(
+                    q, k, v,
+                    mask=visible,
+                    bias=both(add, self.bias, bias),
+                    score=score,
+                    scale=self.scale, softcap=self.softcap, sink=self.sinks,
+                    dropout=self.dropout if self.training else 0.0,
+                    offset=None if context is None else 0 if isinstance(first, Tensor) else first,
+                    backend=self.backend,
+                )  # fmt: skip
             if cache is not None and cache.evict is not None:
                 cache.observe(q, observed_mask(visible, q, k), self.scale)
         except BaseException:
@@ -291,15 +294,22 @@ def beyond_linear(projection: nn.Module, *, with_hooks: bool = True) -> str | No
     A parametrization, such as weight_norm, changes the weight alone.
 
     Args:
-        with_hooks: whether a forward hook is a reason, as it may change the output; most only look at it.
+        with_hooks: whether a hook is a reason, as it may change the input or the output; most only look at them.
     """
     if (reason := with_forward_of_its_own(projection)) is not None:
         return reason
     if has_other_forward(projection):
         return "has a forward other than that of its class, which may change its output: delete that attribute first"
-    if with_hooks and projection._forward_hooks:  # pyright: ignore[reportPrivateUsage]
-        return "has a forward hook, which may change its output: remove the hook first"
+    if with_hooks and _has_hooks(projection):
+        return "has a forward hook, which may change its input or output: remove the hook first"
     return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a hook may change its input or output; those of torch.nn.utils (pruning, norms) compute its weight."""
+    before = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+    others = [hook for hook in before if not type(hook).__module__.startswith("torch.nn.utils.")]
+    return bool(module._forward_hooks or others)  # pyright: ignore[reportPrivateUsage]
 
 
 def with_forward_of_its_own(projection: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint, Spec
+from regard.describe.tensors import elements
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
 from regard.parallel.digest import digest
@@ -243,7 +244,7 @@ def text_of(spec: Spec | None) -> str:
     text = _texts.get(content) if content.is_cacheable else None
     if text is None:
         tensors = [t.detach().cpu().contiguous() for t in spec.tensors()]
-        parts = [t.view(torch.uint8).numpy().tobytes() if t.ndim else repr(t) for t in tensors]
+        parts = [elements(t.view(torch.uint8)).tobytes() if t.ndim else repr(t) for t in tensors]
         text = f"{content} {digest(*parts)}" if parts else str(content)
         if content.is_cacheable:
             _texts.put(content, text)

@@ -4,13 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from regard import Causal, attend
+from regard.cache import H2O, KVCache, SinksAndRecent
+from regard.calls import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated
 from regard.inspect.intervene.replacement import Resample, mean_outputs, outputs_of
-from regard.nn import Decoder
+from regard.integrate.cache import regard_cache
+from regard.nn import Decoder, LatentAttention
+from regard.storage.stored import Rolling
 from tests.inspect.intervene.models import decoder, texts
+from tests.integrate.writing import on_regard
+from tests.integrate.zoo import padding, tokens, with_cache
+
+PARTS = [8, 3, *[1] * 5]  # a prompt, a few tokens at once, and steps
 
 
 def inputs_of_projection(model, run, layer=1):
@@ -71,6 +80,92 @@ def test_means_by_position_go_on_in_generation():
         whole, caches = model(text), model.caches()
         parts = torch.cat([model(text[:, :7], caches=caches), model(text[:, 7:], caches=caches)], 1)
     assert torch.allclose(whole, parts, atol=1e-9)
+
+
+def check_own_means_change_nothing(model: Any, run: Any, text: torch.Tensor) -> None:
+    """The means per position of one text, which a cache that drops tokens reads in parts, are its own outputs."""
+    mean = mean_outputs(model, [text], run, per_position=True)
+    assert {of.shape[1] for of in mean.of.values()} == {text.shape[1]}
+    with torch.no_grad():
+        before = run(text)
+        with ablated(model, [(0, 1)], mean):
+            torch.testing.assert_close(run(text), before)
+
+
+@pytest.mark.parametrize(
+    "words", [{"layout": Rolling(7, sinks=2)}, {"evict": H2O(7)}, {"evict": SinksAndRecent(7)}], ids=str
+)
+def test_means_by_position_are_by_position_in_the_text_where_a_cache_drops_tokens(words: dict[str, Any]):
+    model = decoder()
+
+    def run(text: torch.Tensor) -> torch.Tensor:
+        caches = model.caches(**words)
+        return torch.cat([model(part, caches=caches) for part in text.split(PARTS, 1)], 1)
+
+    check_own_means_change_nothing(model, run, texts(batch=1, tokens=16))
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_so_they_are_over_a_cache_of_latents(absorbed: bool):
+    module = LatentAttention(8, 2, kv_rank=5, nope_dim=3, rope_dim=0, v_dim=3, mask=Causal(), dtype=torch.float64)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        cache = KVCache(evict=H2O(7))
+        return torch.cat([module(part, cache=cache, absorbed=absorbed) for part in x.split(PARTS, 1)], 1)
+
+    check_own_means_change_nothing(module, run, torch.randn(1, 16, 8, dtype=torch.float64))
+
+
+CACHES: dict[str, Any] = {
+    "transformers": lambda model: DynamicCache(config=model.config),
+    "usual": regard_cache,
+    "rolling": lambda model: regard_cache(model, layout=Rolling(7, sinks=2)),
+    "evicting": lambda model: regard_cache(model, evict=H2O(7)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("mistral", "transformers"),
+        ("mistral", "usual"),
+        ("gemma2", "usual"),
+        ("llama", "rolling"),
+        ("llama", "evicting"),
+    ],
+)
+def test_so_they_are_in_transformers(name: str, cache: str):
+    model = on_regard(name)
+
+    def run(text: torch.Tensor) -> torch.Tensor:
+        words = with_cache(CACHES[cache](model))
+        return torch.cat([model(part, **words).logits for part in text.split(PARTS, 1)], 1)
+
+    check_own_means_change_nothing(model, run, tokens(1, 16))
+
+
+@pytest.mark.parametrize("cache", ["transformers", "usual"])
+def test_means_by_position_go_on_behind_a_window(cache: str):
+    model, text = on_regard("mistral"), tokens(1, 16)
+    words = with_cache(CACHES[cache](model))
+    with torch.no_grad():
+        mean = mean_outputs(model, [tokens(4, 16)], lambda ids: model(ids, use_cache=False), per_position=True)
+        with ablated(model, [(0, 1)], mean):
+            whole = model(text, use_cache=False).logits
+            parts = torch.cat([model(part, **words).logits for part in text.split(PARTS, 1)], 1)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_padding_counts_as_position_where_a_cache_has_rows_of_its_own():
+    model, text, mask = on_regard("llama"), tokens(2, 13), padding("left")
+    pad, outs, cache = 13 - mask.sum(1), [], regard_cache(model, evict=SinksAndRecent(5))
+    mean = mean_outputs(model, [tokens(4, 13)], lambda ids: model(ids, use_cache=False), per_position=True)
+    first = next(iter(mean.of.values()))[1].float()
+    with torch.no_grad(), ablated(model, [(0, 1)], mean), observe_calls(lambda call: outs.append(call.out[0, 1])):
+        for start, stop in ((0, 9), (9, 12), (12, 13)):
+            model(text[:, start:stop], attention_mask=mask[:, :stop], **with_cache(cache))
+    row = {b: torch.cat(outs[b::4]) for b in range(2)}  # two rows in each of two layers
+    assert all(torch.equal(row[b], first[pad[b] :]) for b in range(2))
 
 
 def test_a_text_longer_than_the_means_is_said():

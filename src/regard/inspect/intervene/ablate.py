@@ -29,9 +29,10 @@ def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator
     """Within the block, the output of these heads is zero, their mean, or their output on other inputs.
 
     Works in training (gradients flow through all other heads), and in generation with a KV cache: zero and overall
-    means always, means per position while the text is no longer than the texts of the means. Compiled models run
-    uncompiled within the block; exported programs (torch.export) are not affected. Switch gradient checkpointing off:
-    a layer that runs again in the backward pass is ablated only within the block and in its thread.
+    means always, means per position while the text is no longer than the texts of the means (not in the steps of
+    transformers' cross-attention, nor under masks of four dimensions: these do not tell the position). Compiled models
+    run uncompiled within the block; exported programs (torch.export) are not affected. Switch gradient checkpointing
+    off: a layer that runs again in the backward pass is ablated only within the block and in its thread.
 
     Args:
         model: the model with the layers; other models that run within the block are not ablated. None for a function

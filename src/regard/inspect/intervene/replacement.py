@@ -122,7 +122,7 @@ def mean_outputs(
     Args:
         batches, run: `run(batch)` runs the model on each.
         per_position: whether each position has its own mean. Texts may differ in length: a position's mean is over the
-            texts that reach it.
+            texts that reach it. With a cache, see `ablated`.
         rows: for a batch, which of its rows count: bool [batch, queries]. None: all, including padding.
 
     Raises:
@@ -189,8 +189,9 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
 
 
 def _starts(call: Call) -> tuple[int, ...]:
-    """The position of the first query of each batch row, or of all."""
-    return row_starts(call.mask, call.bias, call.out.shape[2]) or (call.offset,)
+    """The position in the text of the first query of each batch row, or of all."""
+    among_keys = row_starts(call.mask, call.bias, call.out.shape[2]) or (call.offset,)
+    return tuple(call.dropped + start for start in among_keys)
 
 
 def _add(
