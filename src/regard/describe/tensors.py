@@ -175,8 +175,8 @@ def _memory(tensor: Tensor) -> Any:
     Not `tensor.numpy()`: after it torch never again resizes that memory, and FSDP frees parameters by resizing them.
     """
     size = tensor.nbytes
-    if size and not tensor.data_ptr():  # a tangent of zeros, which torch has not written
-        tensor = tensor.clone()
+    if size and not tensor.data_ptr():  # it has no elements of its own: torch says so, or makes them
+        return tensor.numpy().data
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
 
 
