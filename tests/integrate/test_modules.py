@@ -159,7 +159,7 @@ def test_a_projection_that_computes_more_than_its_weight_is_refused(kind: str, n
     layer, config, _, _ = watched(kind)
     plain = getattr(layer, name)
     hook = plain.register_forward_hook(lambda module, args, out: 2 * out)
-    with pytest.raises(RefusalError, match=f"{name} has a forward hook, which may change its output"):
+    with pytest.raises(RefusalError, match=f"{name} has a forward hook, which may change its input or output"):
         attention_of(layer, config)
     hook.remove()
     plain.forward = lambda x: 2 * x
