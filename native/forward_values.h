@@ -157,7 +157,7 @@ class Values {
     char *const memory, *const row_memory;
     // of the block that was read
     int low_;
-    bool shared_;  // whether its rows are those that threads share
+    bool shared_;  // whether rows_ is in memory shared by all threads
     Tokens<K> tokens_;
     Rows rows_;
     bool wild_[2];  // whether a half has values that are not finite and a mask that may hide them

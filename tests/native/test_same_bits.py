@@ -175,7 +175,7 @@ def test_threads_change_nothing(engine: str, dtype: torch.dtype, queries: int):
             return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     one = gradients(1)
-    for number in (2, 8):  # so many that no thread makes pairs of values as it needs them
+    for number in (2, 8):  # with 8, all values are paired before the first tile is computed
         assert all(torch.equal(a, b) for a, b in zip(gradients(number), one, strict=True))
 
 

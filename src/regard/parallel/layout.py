@@ -233,8 +233,8 @@ class Layout:
                 H heads of dimension D is 4 H D FLOPs). With it, the layout is that of the shortest time: keys of short
                 documents stay near. 0: sending costs nothing.
             batch, heads: of the calls, for a mask that differs between batch rows or heads and has no
-                `broadcast_shape`: a `MaskFunction`, or one of your own. Its work is that of so many; with 1 each, that
-                of the first.
+                `broadcast_shape`: a `MaskFunction`, or one of your own. Its pairs are then counted in every row and
+                head; by default in the first only.
 
         >>> from regard import Causal
         >>> Layout.balanced(4096, 2, Causal()).counts

@@ -55,7 +55,7 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int, batch: int = 1, head
     Args:
         mask: None keeps every pair; a `regard.cost.Pattern` is counted without loading torch.
         batch, heads: of the calls. A mask that differs between them and has no `broadcast_shape`, as a `MaskFunction`
-            or one of a user, is counted in so many; others know by themselves in how many they differ.
+            or one of a user, is counted in this many rows and heads; other masks have their own `broadcast_shape`.
 
     Raises:
         ProblemError: it is no mask, or does not fit the number of tokens.

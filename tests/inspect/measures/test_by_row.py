@@ -35,7 +35,7 @@ def weights(request):
 
 
 def measured(weights: Weights, tokens: torch.Tensor) -> dict[str, HeadScores]:
-    """The measures that need no model, except those that choose one pattern for the whole batch."""
+    """All measures that need no model and do not choose one pattern for the whole batch."""
     scores = pair_measures(weights, tokens) | sweep_measures(Inputs(weights, rarity=(tokens + 1).float()))
     return {name: score for name, score in scores.items() if score.at is None or name in ("positional", "column")}
 
