@@ -24,6 +24,7 @@
 
 #include "backward_weights.h"
 #include "bias_gradients.h"
+#include "key_mean.h"
 
 namespace regard {
 namespace REGARD_ISA {
@@ -50,10 +51,11 @@ struct Backward {
     T *dq;                            // [qk_dim, whole tiles][64]
     char *keys, *values, *keys_down;  // a block's, as `across` and `down` make them
     T *lacking;                       // [64][qk_dim, whole vectors]: what dq lacks, in rows
-    char *end;                        // of what is used
+    KeyMean<K> mean;
+    char *end;  // of what is used
 
     Backward(const regard_gradient &gradient, char *scratch)
-        : g(gradient), c(g.call), division(c), weights(g), biases{g, c, division, nullptr} {
+        : g(gradient), c(g.call), division(c), weights(g), biases{g, c, division, nullptr}, mean{c, nullptr, 0} {
         uintptr_t at = reinterpret_cast<uintptr_t>(scratch);
         const auto take = [&](auto *&p, int64_t n) {
             p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
@@ -71,7 +73,7 @@ struct Backward {
         take(keys, Tokens<K>::across_bytes(c.qk_dim, BLOCK));
         take(values, Tokens<K>::across_bytes(c.v_dim, BLOCK));
         take(keys_down, BLOCK / UNIT * Tokens<K>::unit_bytes(c.qk_dim));
-        if constexpr (HALF) take(lacking, LANES * up(c.qk_dim, W));
+        if constexpr (HALF) take(lacking, LANES * up(c.qk_dim, W)), take(mean.sums, mean.size());
         end = reinterpret_cast<char *>(at);
     }
 
@@ -156,9 +158,12 @@ struct Backward {
             if (regard_status status = each_block(lanes, false, [](auto &&...) {})) return status;
             for (int lane = 0; lane < lanes.count; ++lane) correct_delta(lanes, lane);
         }
+        const bool corrects = HALF && !division.small;
+        if (corrects) mean.clear();
         const regard_status status =
             each_block(lanes, HALF && division.small, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {
                 add_dq(part, k, rows);
+                if (corrects) mean.add(part, k, weights);
                 add_rows(part, weights.ds_rows, q, sums + sum_at(false, part.block.first));
                 add_rows(part, weights.p_rows, dout, sums + sum_at(true, part.block.first));
                 if (q.wild) add_wild(part, c.q, weights.ds_rows, q, sums + sum_at(false, part.block.first));
@@ -166,7 +171,7 @@ struct Backward {
                 if (ddistance) biases.add_diagonals(part, ddistance);
                 if (g.dbias && !shares_bias(g)) biases.add_pairs(part);
             });
-        if (HALF && !division.small) add_lacking(lanes, sums, ddistance);
+        if (corrects) add_lacking(lanes, sums, ddistance);
         S *data = static_cast<S *>(g.dq.data) + lanes.batch * g.dq.batch;
         const auto to = [&](int lane) {
             return data + lanes.head_of(lane) * g.dq.head + lanes.query_of(lane) * g.dq.token;
@@ -268,17 +273,27 @@ struct Backward {
 
     // delta is corrected, and to all that pairs were added to is added what they lack.
     void add_lacking(const Lanes &lanes, T *sums, T *ddistance) {
-        T wrong[LANES];
-        for (int lane = 0; lane < lanes.count; ++lane) wrong[lane] = correct_delta(lanes, lane);
         const Largest<T> &largest = weights.largest;
-        if (!largest.count) return;
-        memset(lacking, 0, size_t(LANES * up(c.qk_dim, W)) * sizeof(T));
+        const T *passed = weights.scoring.capped ? largest.passed : largest.weights;
+        T wrong[LANES], rest[LANES] = {};  // rest: p * slope of the pairs that are not written down
+        uint64_t known = 0;
+        for (int lane = 0; lane < lanes.count; ++lane) {
+            wrong[lane] = correct_delta(lanes, lane);
+            if ((q.wild | dout.wild) >> lane & 1 || !(wrong[lane] - wrong[lane] == 0)) continue;
+            known |= uint64_t(1) << lane;
+            rest[lane] = passed[lane];
+        }
+        if (largest.count) memset(lacking, 0, size_t(LANES * up(c.qk_dim, W)) * sizeof(T));
         for (int64_t i = 0; i < largest.count; ++i) {
             const int lane = int(largest.lane[i]);
-            if ((q.wild | dout.wild) >> lane & 1 || !(wrong[lane] - wrong[lane] == 0)) continue;
+            if (!(known >> lane & 1)) continue;
+            rest[lane] -= largest.p[i] * largest.slope[i];
             add_pair(lanes, lane, i, -largest.p[i] * wrong[lane], sums, ddistance);
         }
-        add_lanes(lacking);
+        if (largest.count) add_lanes(lacking);
+        for (int lane = 0; lane < lanes.count; ++lane)
+            if (known >> lane & 1) rest[lane] *= -wrong[lane];
+        mean.add_times(rest, dq);
     }
 
     // Pair i of `largest`, whose ds is still to gain `more`.

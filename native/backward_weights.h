@@ -142,14 +142,14 @@ struct BackwardWeights {
             const Weighed<V> two = j + 1 < high ? weigh_one<general, masked>(part, j + 1, v, table) : Weighed<V>{};
             store_rows(row(p_rows, j) + v * W, one.kept, two.kept);
             store(ds_pairs + j / 2 * LANES + v * W, store_rows(row(ds_rows, j) + v * W, one.change, two.change));
-            sums.add(one), sums.add(two);
+            sums.template add<general>(one), sums.template add<general>(two);
             if (!above<T>(larger(one.p, two.p), sums.limit)) return;
             largest.see(one, key, v, sums);
             largest.see(two, key + 1, v, sums);
         } else {
             store(p_rows + j * LANES + v * W, one.kept);
             store(ds_rows + j * LANES + v * W, one.change);
-            if constexpr (HALF) sums.add(one), largest.see(one, key, v, sums);
+            if constexpr (HALF) sums.template add<general>(one), largest.see(one, key, v, sums);
         }
     }
 
@@ -191,6 +191,14 @@ struct BackwardWeights {
         return pair_halves(both);
     }
 #endif
+
+    // Whether a bias of -inf hides key j from none of these rows.
+    bool shows(int j, uint64_t rows) const {
+        if (!c.bias && !c.distance) return true;
+        uint64_t seen = 0;
+        for (int lane = 0; lane < LANES; lane += W) seen |= above<T>(load_wide(row(p_rows, j) + lane), V{}) << lane;
+        return (seen & rows) == rows;
+    }
 
     static REGARD_INLINE Weight *row(T *of, int64_t j) { return reinterpret_cast<Weight *>(of + j * LANES); }
 

@@ -37,6 +37,7 @@ struct Largest {
     static constexpr T LARGE = T(1) / 32;
 
     T *weights, *changes;      // [64]: sums over a row of p and of ds
+    T *passed;                 // [64]: sums of p * slope; not kept where neither biases nor a softcap shape scores
     T *p, *kept, *ds, *slope;  // [ROOM, W]: of the pairs that are written down
     uint32_t *lane, *key;      // of these
     int64_t count;
@@ -44,7 +45,7 @@ struct Largest {
 
     template <typename Take>
     void place(Take take) {
-        take(weights, LANES), take(changes, LANES);
+        take(weights, LANES), take(changes, LANES), take(passed, LANES);
         take(p, ROOM + W), take(kept, ROOM + W), take(ds, ROOM + W), take(slope, ROOM + W);
         take(lane, ROOM + W), take(key, ROOM + W);
     }
@@ -52,25 +53,28 @@ struct Largest {
     void clear(T above_what) {
         count = 0, limit = above_what;
         memset(weights, 0, LANES * sizeof(T)), memset(changes, 0, LANES * sizeof(T));
+        memset(passed, 0, LANES * sizeof(T));
     }
 
     // The sums of a vector of rows, in registers while keys pass.
     struct Sums {
-        V weights, changes, limit;
+        V weights, changes, passed, limit;
 
+        template <bool general>
         REGARD_INLINE void add(const Weighed<V> &one) {
             weights += one.p;
             changes += one.ds;
+            if constexpr (general) passed = fma(one.p, one.slope, passed);
         }
     };
     // The sums before the next AT_ONCE keys. Where there is no room, p add up to more than 1: no forward pass gave such
     // an lse.
     REGARD_INLINE Sums sums(int v) const {
         const T least = count > ROOM - AT_ONCE * W ? T(INFINITE) : limit;
-        return {load(weights + v * W), load(changes + v * W), broadcast(least)};
+        return {load(weights + v * W), load(changes + v * W), load(passed + v * W), broadcast(least)};
     }
     REGARD_INLINE void keep(int v, const Sums &s) {
-        store(weights + v * W, s.weights), store(changes + v * W, s.changes);
+        store(weights + v * W, s.weights), store(changes + v * W, s.changes), store(passed + v * W, s.passed);
     }
 
     // Writes down the pairs of a key with a large p. It calls nothing, so that registers keep what they hold.

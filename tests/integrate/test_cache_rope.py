@@ -27,6 +27,9 @@ GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
+FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16}
+
 TRAINED = {"original_max_position_embeddings": 64}
 
 
@@ -58,12 +61,15 @@ def scaled(kind: str, **said: Any) -> dict[str, Any]:
         ("phi", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, Rope(8, fraction=0.5)),
         ("cohere", {}, Rope(8, 500000.0, interleaved=True)),
         ("gemma4_text", GEMMA4, Rope(32, 1000000.0, Proportional(0.25))),
+        ("granitemoehybrid", FULL | MAMBA | {"position_embedding_type": "rope"}, Rope(8)),
+        ("granite_swa", FULL, Rope(8)),
+        ("moshi", {}, Rope(8)),
         ("dory", {"head_dim": 8, "num_hidden_layers": 4}, Rope(8, 10000000.0)),
         ("gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}, Rope(16, 1000000.0)),
     ],
     ids=[
         "plain", "linear", "llama3", "yarn", "half of gpt_neox", "half of phi", "neighbours", "a share of the pairs",
-        "layers that run again", "per kind of layer",
+        "a type of position", "a base for each layer", "own angles", "layers that run again", "per kind of layer",
     ],
 )  # fmt: skip
 def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected: Rope):
@@ -84,9 +90,17 @@ def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected:
         ("cohere2", {"num_hidden_layers": 4}, "Cohere2Attention does not rotate the keys of all layers"),
         ("smollm3", {"num_hidden_layers": 4}, "SmolLM3Attention does not rotate the keys of all layers"),
         ("exaone4", {"num_hidden_layers": 4}, "Exaone4Attention does not rotate the keys of all layers"),
+        ("granitemoehybrid", FULL | MAMBA, "position_embedding_type is None, so the keys of some layers"),
+        ("granite_swa", FULL | {"layer_rope_theta": [0, 0]}, "layer_rope_theta is .0, 0., so the keys"),
+        ("granite_swa", FULL | {"layer_rope_theta": [10000.0, 500.0]}, "layer_rope_theta is .10000.0, 500.0., so"),
+        ("muse_glimmer_text", {}, "layer_rope_theta is .10000.0, 0., so the keys of some layers"),
+        ("lara_mini", {}, "its attention runs without angles as well, so the keys of some layers"),
         ("qwen2_vl_text", {}, "one position per token|cannot be tried by itself"),
     ],
-    ids=["gpt2", "opt", "t5", "bloom", "dynamic", "cohere2", "smollm3", "exaone4", "three positions"],
+    ids=[
+        "gpt2", "opt", "t5", "bloom", "dynamic", "cohere2", "smollm3", "exaone4", "no angles", "bases of 0",
+        "two bases", "a base of 0", "perhaps no angles", "three positions",
+    ],
 )  # fmt: skip
 def test_another_way_is_refused_with_what_to_do(kind: str, more: dict[str, Any], said: str):
     with pytest.raises(ProblemError, match=said) as raised:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard import Causal, Prefix, T5Bias, TensorBias, Window, attend, attend_state
+from regard import Causal, Documents, Prefix, T5Bias, TensorBias, Window, attend, attend_state
 from tests.native.engines import BEST, LEAST_AND_BEST, PLAIN
 from tests.oracle import Case, dense
 
@@ -179,6 +179,59 @@ def test_gradients_of_peaked_rows_through_the_log_sum_exp_are_those_of_float32(
     best = errors([t.to(dtype) for t in single], truth)
     for error, least in zip(errors(gradients(call(attended), leaves, one), truth), best, strict=True):
         assert error <= 1.5 * least
+
+
+def off(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """The error of each gradient by its size, as norms."""
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize(("of_keys", "of_values"), [(1, 1), (4, 4), (20, 1)])
+@pytest.mark.parametrize("words", [{"mask": Causal()}, {}, {"mask": Causal(), "softcap": 20.0}], ids=str)
+def test_gradients_are_as_near_where_keys_and_values_have_a_mean(
+    engine: str, dtype: torch.dtype, of_keys: float, of_values: float, words: dict[str, Any]
+):
+    """The terms of dq cancel each other there: an error of delta counts by the mean of the keys."""
+    g = torch.Generator().manual_seed(7)
+    tokens, dim = 601, 32
+    q, k, v, dout = (torch.randn(1, 2, tokens, dim, generator=g) for _ in range(4))
+    signs = torch.randn(2, dim, generator=g).sign()
+    leaves = tuple(t.to(dtype) for t in (q, k + of_keys * signs[0], v + of_values * signs[1]))
+    dout = dout.to(dtype)
+
+    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * dim**-0.5
+        scores = 20.0 * torch.tanh(scores / 20.0) if "softcap" in words else scores
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        return torch.softmax(scores.masked_fill(hidden, -torch.inf) if "mask" in words else scores, dim=3) @ v
+
+    truth = gradients(capped, tuple(t.double() for t in leaves), dout.double())
+    plain = off(gradients(capped, leaves, dout), truth)
+    found = gradients(lambda *t: attend(*t, **words, backend=engine), leaves, dout)
+    for error, best in zip(off(found, truth), plain, strict=True):
+        assert error <= best
+
+
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
+@HALVES
+def test_huge_keys_change_no_gradient_of_rows_that_do_not_see_them(engine: str, dtype: torch.dtype):
+    g = torch.Generator().manual_seed(8)
+    tokens, start = 701, 333
+    leaves = [(torch.randn(1, 2, tokens, 32, generator=g) + 2).to(dtype) for _ in range(3)]
+    dout = torch.randn(1, 2, tokens, 32, generator=g).to(dtype)
+    ids = (torch.arange(tokens) >= start).int()
+    bias = torch.zeros(tokens, tokens).masked_fill(ids[:, None] != ids, -torch.inf)
+    huge = leaves[1].clone()
+    huge[:, :, start:] *= 1e4 if dtype == torch.float16 else 1e30
+    for words in ({"mask": Documents(ids)}, {"bias": TensorBias(bias)}):
+        found = [
+            gradients(lambda *t, w=words: attend(*t, **w, backend=engine), (leaves[0], keys, leaves[2]), dout)
+            for keys in (leaves[1], huge)
+        ]
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one[:, :, :start], other[:, :, :start])
 
 
 @pytest.mark.exhaustive(per="engine")

@@ -86,6 +86,8 @@ def _match(config: Any, kind: str, ropes: list[Rope], classes: tuple[type[nn.Mod
             continue
         for rope in ropes:
             if keys and all(_is_rotated_by(rope, k) for _, k in keys):
+                if angles is not None:
+                    _check_angles(config, kind, small, classes, rope)
                 return rope
         constant = [name for name, k in keys if torch.allclose(k, k[:, :, :1].expand_as(k))]
         if constant:
@@ -93,6 +95,31 @@ def _match(config: Any, kind: str, ropes: list[Rope], classes: tuple[type[nn.Mod
         if keys:
             why = f"its {keys[0][0]} rotates keys in another way than a Rope does"
     return _refuse(config, why or "its attention cannot be tried by itself")
+
+
+def _check_angles(config: Any, kind: str, small: Any, classes: tuple[type[nn.Module], ...], rope: Rope) -> None:
+    """Raise `ProblemError` if the decoder may give its layers of a kind angles of another base, or none.
+
+    Its attention, tried by itself, cannot tell. It tells that they have angles if it needs them, or makes its own.
+    """
+    try:
+        without = list(_keys(small, kind, classes, None))
+    except _FAILURES:
+        return
+    if all(_is_rotated_by(rope, keys) for _, keys in without):
+        return
+    missing = object()
+    position = getattr(config, "position_embedding_type", missing)
+    bases = getattr(config, "layer_rope_theta", None)
+    base = config.rope_parameters["rope_theta"] if bases else None
+    if position == "rope" or (bases and all(bases[i] == base for i in _layers_of(config, kind))):
+        return
+    said = "its attention runs without angles as well"
+    if position is not missing:
+        said = f"position_embedding_type is {position!r}"
+    elif bases:
+        said = f"layer_rope_theta is {bases}"
+    _refuse(config, f"{said}, so the keys of some layers may not be rotated, or by the angles of another base")
 
 
 def _small(config: Any, dim: int) -> Any:
