@@ -55,7 +55,7 @@ struct Backward {
     char *end;  // of what is used
 
     Backward(const regard_gradient &gradient, char *scratch)
-        : g(gradient), c(g.call), division(c), weights(g), biases{g, c, division, nullptr}, mean{c, nullptr, 0} {
+        : g(gradient), c(g.call), division(c), weights(g), biases{g, c, division, nullptr}, mean{c, nullptr, V{}, 0} {
         uintptr_t at = reinterpret_cast<uintptr_t>(scratch);
         const auto take = [&](auto *&p, int64_t n) {
             p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);

@@ -175,7 +175,7 @@ struct BackwardWeights {
         };
         if constexpr (general) {
             if (added) store(added + at, shown(ds));
-            if (scoring.capped) return {shown(p), shown(kept), shown(ds), shown(ds * slope), slope};
+            if (scoring.capped) return {shown(p), shown(kept), shown(ds), shown(ds * slope), shown(slope)};
             return {shown(p), shown(kept), shown(ds), shown(ds), broadcast(T(1))};
         }
         const V seen = shown(p), change = shown(ds);

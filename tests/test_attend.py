@@ -25,7 +25,7 @@ from regard import (
     observe_calls,
     replace_outputs,
 )
-from regard.calls import Observers, active_observers, check_unobserved, current_observers
+from regard.calls import Observers, active_observers, after_dropped, check_unobserved, current_observers
 from regard.scores import Dot
 
 
@@ -220,6 +220,19 @@ def test_a_function_that_is_entered_twice_leaves_once_each():
         attend(q, q, q)
     attend(q, q, q)
     assert len(calls) == 3
+
+
+def test_a_call_that_an_observer_makes_has_dropped_nothing():
+    q, dropped = torch.randn(1, 1, 3, 7), []
+
+    def change(call: Call) -> torch.Tensor:
+        dropped.append(call.dropped)
+        return call.out if len(dropped) > 1 else attend(q, q, q)
+
+    with replace_outputs(change), replace_outputs(change), after_dropped(4):
+        attend(q, q, q)
+        attend(q, q, q)
+    assert dropped == [4, 0, 0, 4, 4, 4]
 
 
 def test_a_change_that_ends_in_another_context_has_ended_everywhere():

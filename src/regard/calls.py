@@ -196,9 +196,10 @@ def pass_to_observers(observers: Observers, score: Score | None, plan: Plan, ope
         o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
         state.lse, _dropped.get(),
     )  # fmt: skip
-    for observer in observers:
-        if (out := observer(call)) is not None:
-            call = replace(call, out=_fitting(out, call.out))
+    with _entered_dropped(0) if call.dropped else nullcontext():  # calls that observers make are calls of their own
+        for observer in observers:
+            if (out := observer(call)) is not None:
+                call = replace(call, out=_fitting(out, call.out))
     return State(call.out, state.lse)
 
 

@@ -146,6 +146,20 @@ def test_a_pickle_has_no_room_for_tokens_to_come():
     assert len(pickle.dumps(cache)) < 1.1 * cache.bytes
 
 
+@pytest.mark.parametrize("codec", [None, Int8()], ids=str)
+@pytest.mark.parametrize("layout", [Contiguous(capacity=500), Rolling(128, 4), Paged(16)], ids=str)
+def test_a_pickle_has_nothing_of_memory_that_the_process_freed(layout: Layout, codec: Codec | None):
+    secret = b"SECRETSECRETSECR"
+    freed = [
+        torch.frombuffer(bytearray(secret * (n // 16)), dtype=torch.uint8).clone()
+        for n in (2**14, 2**15, 2**16, 2**17, 98304, 133120, 163840) * 12
+    ]
+    del freed
+    cache = KVCache(layout, codec)
+    cache.append(torch.ones(1, 2, 5, 64), torch.ones(1, 2, 5, 64))
+    assert secret not in pickle.dumps(cache)
+
+
 def test_what_inference_mode_stored_is_copied_outside_of_it():
     for policy in POLICIES.values():
         cache = KVCache(evict=policy)

@@ -195,6 +195,48 @@ def test_the_tensors_of_a_tuple_are_widened():
 
 
 @spec
+class LowRank(Bias):
+    """A product of two factors, one of them transposed once."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turned", self.right.mT.contiguous())
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        turned: torch.Tensor = self.__dict__["turned"]
+        return (self.left @ turned)[q, k]
+
+
+@spec
+class LowRankByConstructor(LowRank):
+    """The same, where a constructor does it."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        for name, value in (("left", left), ("right", right), ("turned", right.mT.contiguous())):
+            object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("kind", [LowRank, LowRankByConstructor])
+def test_what_a_bias_derives_of_its_tensors_is_widened_with_them(kind: Any, backend: str | None):
+    q = torch.randn(1, 2, 7, 8, dtype=torch.bfloat16)
+    exact = [torch.randn(7, 3).bfloat16().double().requires_grad_() for _ in range(2)]
+    wide = q.double()
+    expected = attend(wide, wide, wide, bias=TensorBias(exact[0] @ exact[1].mT), backend="reference")
+    factors = [factor.detach().bfloat16().requires_grad_() for factor in exact]
+    out = attend(q, q, q, bias=kind(*factors), backend=backend)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    grads = torch.autograd.grad(out.double().sum(), factors)
+    for found, right in zip(grads, torch.autograd.grad(expected.sum(), exact), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=5e-2, atol=5e-2)
+
+
+@spec
 class Powered(Bias):
     """A keyword-only field before one that is not."""
 

@@ -1,6 +1,7 @@
 """Calls whose batch rows start at different positions: `offset` with a position for each row."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from regard import (
     attend_state,
     explain,
 )
+from regard.describe.bias import Sum
+from regard.describe.mask import And
 from regard.extend import spec
 
 FIRST = torch.tensor([0, 4, -1, 7])
@@ -206,3 +209,109 @@ def test_a_subclass_is_of_the_positions_of_each_row(backend: str | None, qkv):
     for b, first in enumerate(FIRST.tolist()):
         alone = attend(*(t[b : b + 1] for t in qkv), **words, offset=first)
         torch.testing.assert_close(together[b : b + 1], alone)
+
+
+@spec
+class Padding(TensorMask):
+    """A table with a name of its own."""
+
+
+@spec
+class Named(TensorBias):
+    """A table with a name of its own."""
+
+
+@spec
+class Near(TensorMask):
+    """A table of the queries of the call, and no keys far before or after the query."""
+
+    def keep(self, b, h, q, k):
+        return super().keep(b, h, q, k) & (abs(q - k) < 5)
+
+    def bounds(self, r):
+        return Mask.bounds(self, r)
+
+    def signature(self, r):
+        return Mask.signature(self, r)
+
+
+@spec
+class Shown(Near):
+    """One table of all positions, for every row."""
+
+    def bind(self, sizes):
+        shown = self.mask[..., sizes.offset + 1 : sizes.positions + 1, :]
+        return Near(shown).bind(sizes)
+
+
+@spec
+class Both(And):
+    """Two masks."""
+
+
+@spec
+class Fading(TensorBias):
+    """A table of the queries of the call, less at each distance."""
+
+    def value(self, b, h, q, k):
+        return super().value(b, h, q, k) - abs(q - k)
+
+
+@spec
+class Added(Sum):
+    """Two biases."""
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("table", [(5, 11), (4, 1, 5, 11), (1, 11)])
+def test_a_subclass_of_a_table_that_defines_nothing_is_that_table(table: tuple[int, ...], backend: str | None, qkv):
+    kept, added = torch.rand(table) > 0.3, torch.randn(table)
+    named = attend(*qkv, mask=Causal() & Padding(kept), bias=Named(added), offset=FIRST, backend=backend)
+    plain = attend(*qkv, mask=Causal() & TensorMask(kept), bias=TensorBias(added), offset=FIRST, backend=backend)
+    torch.testing.assert_close(named, plain)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("shape", [(5, 11), (4, 1, 5, 11), (4, 4, 1, 11)])
+@pytest.mark.parametrize("kind", [Near, lambda table: Both(Causal(), Padding(table))])
+def test_a_table_with_methods_of_its_own_is_that_of_each_row(
+    kind: Callable[..., Mask], shape: tuple[int, ...], backend: str | None, qkv
+):
+    kept, added = torch.rand(shape) > 0.3, torch.randn(shape, requires_grad=True)
+
+    def of(*rows: int):
+        mask, bias = (t[list(rows)] if t.ndim == 4 else t for t in (kept, added))
+        return {"mask": kind(mask), "bias": Added(Alibi(4), Fading(bias)), "backend": backend}
+
+    together = attend(*qkv, **of(0, 1, 2, 3), offset=FIRST)
+    alone = [attend(*(t[b : b + 1] for t in qkv), **of(b), offset=first) for b, first in enumerate(FIRST.tolist())]
+    torch.testing.assert_close(together, torch.cat(alone))
+    grads = (torch.autograd.grad(out.square().sum(), added)[0] for out in (together, torch.cat(alone)))
+    torch.testing.assert_close(*grads)
+
+
+def test_a_table_that_is_cut_for_a_call_is_cut_for_each_row(qkv):
+    mask = Shown(torch.rand(13, 11) > 0.3)
+    together = attend(*qkv, mask=mask, offset=FIRST)
+    for b, first in enumerate(FIRST.tolist()):
+        alone = attend(*(t[b : b + 1] for t in qkv), mask=mask, offset=first)
+        torch.testing.assert_close(together[b : b + 1], alone)
+
+
+@pytest.mark.parametrize("kind", [Padding, Near])
+def test_the_table_of_a_subclass_fits_the_call_of_the_user(kind: type[TensorMask], qkv):
+    with pytest.raises(ProblemError, match=r"bool\[13, 11\]\) has 13 rows and the call has 5 queries"):
+        attend(*qkv, mask=kind(torch.ones(13, 11, dtype=torch.bool)), offset=FIRST)
+
+
+def test_a_compiled_call_has_the_table_of_each_row(qkv):
+    words = {"mask": Near(torch.rand(5, 11) > 0.3), "bias": Fading(torch.randn(5, 11))}
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, **words, offset=FIRST), backend="eager")
+    torch.testing.assert_close(compiled(*qkv), attend(*qkv, **words, offset=FIRST))
+
+
+def test_a_table_of_a_subclass_may_have_no_rows():
+    q = torch.randn(0, 4, 5, 8)
+    table = torch.ones(5, 5, dtype=torch.bool)
+    words = {"mask": Near(table), "bias": Fading(table.float())}
+    assert attend(q, q, q, **words, offset=torch.zeros(0, dtype=torch.int64)).shape == q.shape

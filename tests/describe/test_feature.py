@@ -2,7 +2,9 @@
 
 import math
 from itertools import pairwise
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -145,6 +147,16 @@ def test_equal_words_are_equal_maps():
     tensors: list[Tensor] = []
     numbers: list[int] = []
     assert deserialize(one.serialize(tensors, numbers), tensors, numbers) == one
+
+
+@pytest.mark.parametrize("seed", [-1, None, "x", True, 1.5])
+def test_the_seed_of_another_draw_is_checked_as_that_of_the_first(seed: Any):
+    with pytest.raises(ProblemError) as first:
+        Favor(8, features=16, seed=seed)
+    with pytest.raises(ProblemError) as other:
+        Favor(8, features=16).redraw(seed)
+    assert str(other.value) == str(first.value)
+    assert Favor(8, features=16).redraw(cast(int, np.int64(3))) == Favor(8, features=16, seed=3)
 
 
 def test_half_precision_is_mapped_in_single():

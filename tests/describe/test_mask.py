@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import InitVar, field
 from typing import Any, cast
 
 import numpy as np
@@ -602,6 +603,58 @@ class Triangle(TensorMask):
         super().__init__(torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries))
 
 
+@spec
+class JoinedAnd(Undecided, And):
+    """It derives another mask of its two."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "both", self.a & self.b)
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        both: Mask = self.__dict__["both"]
+        return both.keep(b, h, q, k)
+
+
+@spec
+class JoinedField(Undecided, And):
+    """The same in a field that no caller gives."""
+
+    both: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "both", self.a & self.b)
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return self.both.keep(b, h, q, k)
+
+
+@spec
+class HiddenAndCounted(Hidden):
+    """Derives an attribute of a field that it changes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "kept", self.mask.clone())
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        kept: torch.Tensor = self.__dict__["kept"]
+        return TensorMask.keep(self, b, h, q, k) & TensorMask(kept, self.offset).keep(b, h, q, k)
+
+
+@spec
+class Moved(Undecided, TensorMask):
+    """The argument of a `__post_init__` is known to the constructor alone."""
+
+    start: InitVar[int] = 0
+
+    def __post_init__(self, start: int = 0) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "first", start)
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return TensorMask.keep(self, b, h, q, k) & (k >= self.__dict__["first"])
+
+
 TABLE = torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.4
 DERIVED: dict[str, tuple[Mask, Any]] = {
     "a table": (CausalTable(TABLE), lambda b, h, i, j: TABLE & (i >= j)),
@@ -615,6 +668,16 @@ DERIVED: dict[str, tuple[Mask, Any]] = {
     ),
     "a table that is made": (Hidden(~TABLE), lambda b, h, i, j: TABLE),
     "a table of sizes": (Triangle(7, 9), lambda b, h, i, j: i >= j),
+    "and, with a mask derived": (
+        JoinedAnd(Tree([-1, 0, 0, 1]), Causal()),
+        lambda b, h, i, j: Tree([-1, 0, 0, 1], 5).keep(b, h, i, j),
+    ),
+    "and, with a field derived": (
+        JoinedField(Tree([-1, 0, 0, 1]), Causal()),
+        lambda b, h, i, j: Tree([-1, 0, 0, 1], 5).keep(b, h, i, j),
+    ),
+    "a table that is made, and what is derived": (HiddenAndCounted(~TABLE), lambda b, h, i, j: TABLE),
+    "a table with an argument that is no field": (Moved(TABLE, start=2), lambda b, h, i, j: TABLE & (j >= 2)),
 }
 
 

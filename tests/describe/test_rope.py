@@ -1,8 +1,11 @@
 """Rotation: its laws, strides, precision, tables and gradients, and transformers as the second opinion."""
 
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from regard.describe import position_table, rotation
 from regard.describe.position import Rope, Sinusoidal
 from regard.describe.recent import Recent
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
+from regard.extend import spec
 from regard.nn.rope_pairs import RopePairs
 from tests.own_rope import Halving
 
@@ -434,3 +438,68 @@ def test_a_subclass_with_frequencies_of_its_own_rotates_by_them():
     assert torch.allclose(rope.rotate(x, torch.arange(3, 8), tokens=8), expected)
     chosen = RopePairs(rope, ((1, 2),)).rotate(x[..., [1, 5, 2, 6]], 3)
     assert torch.allclose(chosen, expected[..., [1, 5, 2, 6]])
+
+
+@spec
+class LearnedSpeeds(Rope):
+    """Frequencies that are learned, as in RoPE-Mixed."""
+
+    speeds: Tensor = field(kw_only=True)
+
+    def frequencies(self, tokens: int | None = None) -> Tensor:
+        return self.speeds
+
+
+@spec
+class LearnedDivisors(Scaling):
+    divisors: Tensor
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        return plain / self.divisors
+
+
+@spec
+class Slowing(Rope):
+    """Slower in texts beyond 8 tokens."""
+
+    def frequencies(self, tokens: int | None = None) -> Tensor:
+        return super().frequencies() * min(1.0, 8 / (tokens or 8))
+
+
+LEARNED: dict[str, Callable[[Tensor], Rope]] = {
+    "frequencies": lambda t: LearnedSpeeds(8, speeds=t),
+    "scaling": lambda t: Rope(8, scaling=LearnedDivisors(t)),
+}
+
+
+@pytest.mark.parametrize("positions", [3, torch.arange(3, 8)], ids=["int", "tensor"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_flow_to_learned_frequencies(name: str, positions: Any):
+    learned = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda t: LEARNED[name](t).rotate(x, positions), learned)
+    pairs = x[..., [1, 5, 2, 6]]
+    assert torch.autograd.gradcheck(lambda t: RopePairs(LEARNED[name](t), ((1, 2),)).rotate(pairs, positions), learned)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_frequencies_are_not_kept(name: str):
+    learned = torch.rand(4, dtype=torch.float64) + 0.5
+    alive = weakref.ref(learned)
+    LEARNED[name](learned).rotate(torch.randn(1, 2, 5, 8))
+    RopePairs(LEARNED[name](learned), ((1, 2),)).rotate(torch.randn(1, 2, 5, 4))
+    del learned
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("positions", [3, torch.arange(3, 8)], ids=["int", "tensor"])
+def test_frequencies_of_its_own_are_those_of_each_length(positions: Any):
+    x, rope = torch.randn(1, 2, 5, 8, dtype=torch.float64), Slowing(8)
+    pairs = RopePairs(rope, ((1, 2),))
+    rope.rotate(x, positions, tokens=8)
+    pairs.rotate(x[..., :4], positions, tokens=8)
+    expected = Rope(8, scaling=Linear(4.0)).rotate(x, positions)
+    torch.testing.assert_close(rope.rotate(x, positions, tokens=32), expected)
+    chosen = pairs.rotate(x[..., [1, 5, 2, 6]], positions, tokens=32)
+    torch.testing.assert_close(chosen, expected[..., [1, 5, 2, 6]])

@@ -5,6 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from regard import ProblemError
 from regard.evaluate import intervals
 
 MEBI = 2**20
@@ -36,3 +37,9 @@ def test_the_memory_of_an_interval_does_not_grow_with_the_windows():
         assert tracemalloc.get_traced_memory()[1] < 30 * MEBI
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("right", "count"), [(11, 10), (-1, 10), (1, -1), (float("nan"), 3)])
+def test_a_share_that_is_none_is_refused(right, count):
+    with pytest.raises(ProblemError, match="expected 0 <= right <= count"):
+        intervals.wilson(right, count)

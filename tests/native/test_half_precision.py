@@ -188,14 +188,22 @@ def off(found: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 @EVERY
 @HALVES
-@pytest.mark.parametrize(("of_keys", "of_values"), [(1, 1), (4, 4), (20, 1)])
-@pytest.mark.parametrize("words", [{"mask": Causal()}, {}, {"mask": Causal(), "softcap": 20.0}], ids=str)
+@pytest.mark.parametrize(
+    ("of_keys", "of_values", "words"),
+    [
+        *((*means, words) for means in [(1, 1), (4, 4), (20, 1)] for words in [{}, {"softcap": 20.0}]),
+        (0, 4, {}),
+        (0, 4, {"mask": Causal() & Window(64)}),  # the rows of a tile share one key, which is no mean
+    ],
+    ids=str,
+)
 def test_gradients_are_as_near_where_keys_and_values_have_a_mean(
     engine: str, dtype: torch.dtype, of_keys: float, of_values: float, words: dict[str, Any]
 ):
     """The terms of dq cancel each other there: an error of delta counts by the mean of the keys."""
     g = torch.Generator().manual_seed(7)
     tokens, dim = 601, 32
+    words = {"mask": Causal()} | words
     q, k, v, dout = (torch.randn(1, 2, tokens, dim, generator=g) for _ in range(4))
     signs = torch.randn(2, dim, generator=g).sign()
     leaves = tuple(t.to(dtype) for t in (q, k + of_keys * signs[0], v + of_values * signs[1]))
@@ -205,7 +213,9 @@ def test_gradients_are_as_near_where_keys_and_values_have_a_mean(
         scores = q @ k.mT * dim**-0.5
         scores = 20.0 * torch.tanh(scores / 20.0) if "softcap" in words else scores
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
-        return torch.softmax(scores.masked_fill(hidden, -torch.inf) if "mask" in words else scores, dim=3) @ v
+        if words["mask"] != Causal():
+            hidden |= torch.ones_like(hidden).tril(-64)
+        return torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=3) @ v
 
     truth = gradients(capped, tuple(t.double() for t in leaves), dout.double())
     plain = off(gradients(capped, leaves, dout), truth)
@@ -232,6 +242,22 @@ def test_huge_keys_change_no_gradient_of_rows_that_do_not_see_them(engine: str, 
         ]
         for one, other in zip(*found, strict=True):
             assert torch.equal(one[:, :, :start], other[:, :, :start])
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize("words", [{}, {"softcap": 30.0}, {"bias": T5Bias(torch.ones(8, 1))}], ids=str)
+def test_hidden_keys_that_are_nan_change_no_gradient(engine: str, dtype: torch.dtype, words: dict[str, Any]):
+    g = torch.Generator().manual_seed(9)
+    leaves = [torch.randn(1, 1, 601, 32, generator=g).to(dtype) for _ in range(3)]
+    dout = torch.randn(1, 1, 601, 32, generator=g).to(dtype)
+    hidden = leaves[1].clone()
+    hidden[:, :, 7:] = torch.nan
+    found = [
+        gradients(lambda *t: attend(*t, mask=Prefix(7), **words, backend=engine), (leaves[0], k, leaves[2]), dout)
+        for k in (leaves[1], hidden)
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.exhaustive(per="engine")

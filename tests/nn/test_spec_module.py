@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard import Alibi, Causal, Documents, KeyLengths, ProblemError, T5Bias, TensorBias, attend
+from regard import Alibi, Causal, Documents, KeyLengths, ProblemError, T5Bias, TensorBias, TensorMask, attend
 from regard.extend import Bias, spec
 from regard.nn import SpecModule
 
@@ -187,6 +187,51 @@ def test_another_tensor_can_stand_in_for_a_parameter():
 def test_what_was_computed_from_others_is_refused():
     with pytest.raises(ProblemError, match=r"table was computed from other tensors.*detach"):
         SpecModule(T5Bias(trained(32, 3) * 2))
+
+
+@spec
+class Hidden(TensorMask):
+    """A table of what is hidden."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "mask", ~self.mask)
+
+
+@spec
+class Triangle(TensorMask):
+    def __init__(self, tokens: int) -> None:
+        super().__init__(torch.ones(tokens, tokens, dtype=torch.bool).tril())
+
+
+@spec
+class Turned(TensorBias):
+    """It has an attribute that it derives."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "turned", self.tensor.mT)
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return self.__dict__["turned"][q, k]
+
+
+TABLE = torch.rand(7, 7) > 0.6
+USERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "changes a field": ({"mask": Hidden(TABLE)}, {"mask": TensorMask(~TABLE)}),
+    "has other arguments": ({"mask": Triangle(7)}, {"mask": Causal()}),
+    "derives an attribute": ({"bias": Turned(TABLE.float())}, {"bias": TensorBias(TABLE.T.float())}),
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_a_spec_whose_constructor_is_a_users_stays_as_it_is_in_modules_and_traces(name: str):
+    q, (own, plain) = torch.randn(1, 2, 7, 8), USERS[name]
+    expected = attend(q, q, q, **plain)
+    stored = {kind: SpecModule(part).spec for kind, part in own.items()}
+    torch.testing.assert_close(attend(q, q, q, **stored), expected)
+    traced = torch.compile(lambda q: attend(q, q, q, **own), fullgraph=True, backend="eager")
+    torch.testing.assert_close(traced(q), expected)
 
 
 def test_only_specs_become_modules():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils.prune import l1_unstructured
+from torch.nn.utils.prune import BasePruningMethod, l1_unstructured
 
 from regard import Causal, ProblemError, RefusalError, Window, attend
 from regard.describe.position import Rope
@@ -231,6 +231,38 @@ def test_a_weight_that_is_computed_is_converted_as_it_is(change: Callable[[nn.Li
 
 def pruned(module: nn.Module, name: str) -> None:
     l1_unstructured(module, name, amount=0.5)
+
+
+class EverySecond(BasePruningMethod):
+    """Prune every second weight."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Any:
+        mask = default_mask.clone()
+        mask.view(-1)[::2] = 0
+        return mask
+
+
+class Doubled(EverySecond):
+    """A pruning method that changes the input of the module, too."""
+
+    def __call__(self, module: nn.Module, inputs: Any) -> Any:
+        super().__call__(module, inputs)
+        return (2 * inputs[0],)
+
+
+def test_a_pruning_method_of_a_user_computes_the_weight_alone():
+    ours, x = MultiHeadAttention(WIDTH, HEADS), torch.randn(BATCH, TOKENS, WIDTH)
+    EverySecond.apply(ours.k_proj, "weight")
+    truth = ours(x)
+    assert torch.allclose(to_torch(ours)(x, x, x)[0], truth, atol=1e-6)
+    assert torch.allclose(to_latent(ours, kv_rank=WIDTH).module(x), truth, atol=1e-5)
+    with pytest.raises(RefusalError, match=r"heads are pooled in a plain weight: .* torch.nn.utils.prune.remove"):
+        share_heads(ours, kv_heads=1)
+    Doubled.apply(ours.q_proj, "weight")
+    with pytest.raises(RefusalError, match=r"q_proj has a forward hook, .* remove the hook first"):
+        to_torch(ours)
 
 
 @pytest.mark.parametrize("trained", [True, False])

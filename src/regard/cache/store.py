@@ -4,8 +4,10 @@
 methods and an entry in the table of `kv_cache.py`.
 """
 
+import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from regard.errors import ProblemError
 from regard.huge_pages import advise_huge_pages
 from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Part, StoredTensor
+
+ALIGNMENT = 64
+"""Bytes: a line of a CPU's cache."""
 
 CachedTensor = Tensor | StoredTensor
 """Keys, or values, as `append` returns them: a view where a strided tensor can describe the memory, else a handle."""
@@ -158,13 +163,26 @@ class Policy(Protocol):
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory that can be written in and out of `torch.inference_mode`, whichever mode is active now."""
+    """Zeros that can be written in and out of `torch.inference_mode`, whichever mode is active now.
+
+    A file or a pickle of a cache has its unused slots as well, and must not show what the process had in that memory.
+    """
     if torch.compiler.is_compiling():
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
     with torch.inference_mode(mode=False):
-        memory = torch.empty(shape, dtype=dtype, device=device)
+        none = torch.empty(0, dtype=dtype, device=device)
+        if type(none) is not Tensor or not none.is_cpu:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory = _lazy_zeros(shape, dtype)
     advise_huge_pages(memory)
     return memory
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are used, aligned as torch's own: `torch.zeros` writes all of them."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+    return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, size).view(dtype).view(shape)
 
 
 def leading_channels(stored: CachedTensor, dim: int) -> CachedTensor:

@@ -53,7 +53,7 @@ class Bias(Spec):
                 return map_tuple(wide, cast("tuple[Any, ...]", part))
             return part.widened(dtype) if isinstance(part, Bias) else part
 
-        return self.with_fields(**{name: wide(getattr(self, name)) for name in self._fields})
+        return self.with_fields(**{name: wide(x) for name, x in self.__dict__.items() if name not in self._derived})
 
     def __add__(self, other: "Bias") -> "Bias":
         return Sum(self, _bias(other))

@@ -2,19 +2,20 @@
 
 Query i of row b is at position first[b] + i. The call itself starts at position 0, so a spec of positions moves its
 queries by first[b], and one that is laid out by the call (`TensorMask`, `TensorBias`) stays as it is, unless it has
-an `offset` of its own: then its rows are positions.
+an `offset` of its own: then its rows are positions. A user's class with such a table in it may use both, so each row
+has a copy of it, which is bound at the row's own offset.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, Sum, TensorBias
+from regard.describe.bias import Bias, Sum, TensorBias, values_of
 from regard.describe.interval import Edge, Union
-from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Positions, Rectangles
+from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Positions, Rectangles, kept_pairs
 from regard.describe.mask_by_rule import Causal, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import TensorMask, Tree
 from regard.describe.ragged import Ragged
@@ -83,6 +84,49 @@ class BiasByRow(Bias):
         return BiasByRow(self.inner.bind(_of_all_rows(sizes, self.first)), self.first)
 
 
+@spec
+class MaskOfEachRow(Mask):
+    """A mask of positions and of the queries of the call, in a call whose row b starts at position first[b].
+
+    Args:
+        rows: the mask of each row.
+        first: position of the first query of each row.
+    """
+
+    rows: tuple[Mask, ...]
+    first: Sequence[int]
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return _chosen(b, len(self.rows), lambda row, b: kept_pairs(self.rows[row], b, h, q + self.first[row], k))
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return len(self.rows), max((row.broadcast_shape()[1] for row in self.rows), default=1)
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        found = zip(self.rows, self.first, strict=True)
+        return self.with_fields(rows=tuple(row.bind(sizes._replace(offset=first)) for row, first in found))
+
+
+@spec
+class BiasOfEachRow(Bias):
+    """A bias of positions and of the queries of the call, in a call whose row b starts at position first[b].
+
+    Args:
+        rows: the bias of each row.
+        first: position of the first query of each row.
+    """
+
+    rows: tuple[Bias, ...]
+    first: Sequence[int]
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return _chosen(b, len(self.rows), lambda row, b: values_of(self.rows[row], b, h, q + self.first[row], k))
+
+    def bind(self, sizes: CallSizes) -> Bias:
+        found = zip(self.rows, self.first, strict=True)
+        return self.with_fields(rows=tuple(row.bind(sizes._replace(offset=first)) for row, first in found))
+
+
 def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
     """The mask of a call whose row b starts at position first[b], and which itself starts at 0.
 
@@ -100,6 +144,8 @@ def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
             f"{mask!r} with an offset for each batch row: a tree is at the last keys of the call. Call attend row by "
             "row."
         )
+    if first and _has_table_of_call(mask):
+        return MaskOfEachRow((mask,) * len(first), first)
     return MaskByRow(mask, first)
 
 
@@ -109,6 +155,8 @@ def bias_by_row(bias: Bias | None, first: tuple[int, ...]) -> Bias | None:
         return bias
     if type(bias) is Sum:
         return Sum(cast(Bias, bias_by_row(bias.a, first)), cast(Bias, bias_by_row(bias.b, first)))
+    if first and _has_table_of_call(bias):
+        return BiasOfEachRow((bias,) * len(first), first)
     return BiasByRow(bias, first)
 
 
@@ -128,7 +176,7 @@ def row_starts(mask: Mask | None, bias: Bias | None, queries: int) -> tuple[int,
 
 
 def _starts(spec: Spec, queries: int) -> tuple[int, ...] | None:
-    if isinstance(spec, MaskByRow | BiasByRow):
+    if isinstance(spec, MaskByRow | BiasByRow | MaskOfEachRow | BiasOfEachRow):
         return tuple(spec.first)
     if isinstance(spec, Ragged):
         return tuple(length - queries for length in spec.lengths)
@@ -138,7 +186,30 @@ def _starts(spec: Spec, queries: int) -> tuple[int, ...] | None:
 
 def _is_laid_out_by_call(spec: Spec) -> bool:
     """Whether its first row is for the first query of the call, at whatever position that is."""
-    return (type(spec) is TensorMask or type(spec) is TensorBias) and spec.offset is None
+    if isinstance(spec, TensorMask):
+        kind = type(spec)
+        return spec.offset is None and kind.keep is TensorMask.keep and kind.bind is TensorMask.bind
+    if isinstance(spec, TensorBias):
+        kind = type(spec)
+        return spec.offset is None and kind.value is TensorBias.value and kind.bind is TensorBias.bind
+    return False
+
+
+def _has_table_of_call(spec: Spec) -> bool:
+    """Whether it is, or has as a part, a table whose rows are the queries of the call."""
+    if isinstance(spec, TensorMask | TensorBias):
+        return spec.offset is None
+    return any(_has_table_of_call(part) for part in spec.parts() if isinstance(part, Spec))
+
+
+def _chosen(b: Positions, rows: int, of_row: Callable[[int, Positions], Tensor]) -> Tensor:
+    """`of_row(b, b)`; for a tensor b, all rows are computed, and each pair takes the value of its own row."""
+    if isinstance(b, int):
+        return of_row(b, b)
+    found = of_row(0, b.new_zeros(()))
+    for row in range(1, rows):
+        found = torch.where(b == row, of_row(row, b.new_full((), row)), found)
+    return found
 
 
 def _of_all_rows(sizes: CallSizes, first: Sequence[int]) -> CallSizes:

@@ -195,9 +195,9 @@ class Favor(NearSoftmax):
     orthogonal: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("dim", 1), ("features", 1), ("seed", 0)):
-            unit = {"dim": "dimensions", "features": "features", "seed": "a generator"}[name]
-            whole_field(self, name, unit, least)
+        whole_field(self, "dim", "dimensions", least=1)
+        whole_field(self, "features", "features", least=1)
+        self._check_seed()
 
     def size(self, dim: int) -> int:
         self._check(dim)
@@ -209,7 +209,9 @@ class Favor(NearSoftmax):
         >>> Favor(8, features=16).redraw(1)
         Favor(dim=8, features=16, seed=1)
         """
-        return self.with_fields(seed=seed)
+        other = self.with_fields(seed=seed)
+        other._check_seed()
+        return other
 
     def vectors(self) -> Tensor:
         """The w_f, float64 [features, dim] on the CPU. Cached for equal arguments: do not write to them."""
@@ -261,6 +263,9 @@ class Favor(NearSoftmax):
         q, k = q.double(), k.double()
         both = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :] + 2 * q @ k.mT
         return torch.expm1(_positive(scale, self.dim) * both.clamp(min=0)) / self.features
+
+    def _check_seed(self) -> None:
+        whole_field(self, "seed", "a generator", least=0)
 
     def _check(self, dim: int) -> None:
         if dim != self.dim:

@@ -182,8 +182,9 @@ class Rope(Position):
             (GPT-NeoX 0.25, Phi-2 0.4; `partial_rotary_factor`).
         interleaved: whether the two dimensions of a pair are adjacent.
 
-    A subclass may define other `frequencies`, or `rotate`. What has to undo, continue or split a rotation refuses a
-    `rotate` of its own: `Rolling`, `ExpectedAttention`, `RopePairs` and `to_latent`.
+    A subclass may define other `frequencies`, or `rotate`. Frequencies of its own are computed in each call, and
+    gradients flow to their tensors. What has to undo, continue or split a rotation refuses a `rotate` of its own:
+    `Rolling`, `ExpectedAttention`, `RopePairs` and `to_latent`.
 
     >>> rope = Rope(4, base=100.0)
     >>> rope.frequencies().tolist()
@@ -257,6 +258,7 @@ class Rope(Position):
         length = self.length_of(x, positions, tokens)
         dtype = wide_of(x.dtype)
         key = (self, self.scaling and self.scaling.regime(length), dtype, x.device)
+        key = key if has_constant_table(self) else None
         table = rows(key, lambda p: self._table(p, length, dtype).to(x.device), positions, x)
         if table.ndim == 4:  # [batch, tokens, *row]
             table = table[:, None]
@@ -299,6 +301,15 @@ class Rope(Position):
 def has_own_rotate(rope: Rope) -> bool:
     """Whether a rope is of a subclass with another `rotate`, which may be no rotation by `frequencies`."""
     return type(rope).rotate is not Rope.rotate
+
+
+def has_constant_table(rope: Rope) -> bool:
+    """Whether the rotations of a rope depend on its fields and on the regime of its scaling alone, and on no tensor."""
+    if rope._kind.is_own and (rope.scaling is None or rope.scaling._kind.is_own):  # pyright: ignore[reportPrivateUsage]
+        return True
+    kind = type(rope)
+    is_known = kind.frequencies is Rope.frequencies and kind.attention_factor is Rope.attention_factor
+    return is_known and not rope.tensors()
 
 
 def _plain(dim: int, base: float, device: torch.device) -> Tensor:

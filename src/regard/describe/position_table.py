@@ -62,14 +62,17 @@ def cached_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, coun
     return made
 
 
-def rows(key: Hashable, make: Callable[[Tensor], Tensor], positions: int | Tensor | None, x: Tensor) -> Tensor:
-    """The rows of `make` for the positions of x, from a cached table where possible: [..., tokens, *row]."""
+def rows(key: Hashable | None, make: Callable[[Tensor], Tensor], positions: int | Tensor | None, x: Tensor) -> Tensor:
+    """The rows of `make` for the positions of x, from a cached table where possible: [..., tokens, *row].
+
+    Without a key, no table is cached: each call makes its rows, differentiable in the tensors that `make` uses.
+    """
     device = torch.device("cpu") if x.device.type == "mps" else x.device  # MPS has no float64
     if isinstance(positions, Tensor):
-        table = _table_with((key, 0), make, positions)
+        table = None if key is None else _table_with((key, 0), make, positions)
         return make(positions.to(device)) if table is None else table[positions.to(torch.int64)]
     first, tokens = 0 if positions is None else positions, x.shape[-2]
-    if not is_traced():
+    if key is not None and not is_traced():
         for start in (0, first - first % BLOCK) if tokens <= BLOCK else (0,):
             shifted = partial(_from, start, make)
             table = None if first < start else cached_table((key, start), shifted, first - start + tokens, tokens)

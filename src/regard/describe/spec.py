@@ -11,6 +11,7 @@ the fingerprint. The name of the class is used in the serialised form only.
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import reprlib
@@ -37,6 +38,10 @@ _PLAIN = frozenset({bool, float, int, str, type(None)})
 
 _CACHED = ("_fingerprint", "_registered")
 """Attributes of a spec that are caches."""
+
+
+_CALLED = "()"
+"""Ends the serialised name of a class whose constructor derives attributes."""
 
 
 INTERNED = 1024
@@ -158,6 +163,10 @@ class Spec:
 
     _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
+    _arguments: ClassVar[frozenset[str]] = frozenset()
+    """The fields that are no `field(init=False)`."""
+    _is_rerun: ClassVar[bool] = False
+    """Whether `__post_init__` may derive attributes, and takes no arguments (of an `InitVar`)."""
     _derived: ClassVar[frozenset[str]] = frozenset()
     """The attributes that are computed from others when they are first asked for."""
     _serial_name: ClassVar[str] = ""
@@ -236,19 +245,39 @@ class Spec:
         return tuple([getattr(self, name) for name in self._fields])
 
     @classmethod
-    def of_parts(cls, parts: Iterable[Any]) -> Self:
-        """The spec whose fields have these values, in order; by name, since a field may be keyword-only."""
-        return cls(**dict(zip(cls._fields, parts, strict=True)))
+    def of_parts(cls, parts: Iterable[Any], *, has_attributes: bool = False) -> Self:
+        """The spec whose fields have these values, in order.
+
+        No constructor of a user's class runs, as it may change its arguments, unless it has attributes to derive.
+        """
+        fields = dict(zip(cls._fields, parts, strict=True))
+        if cls._kind.is_own or has_attributes:
+            return cls(**fields)  # by name, since a field may be keyword-only
+        made = object.__new__(cls)
+        made.__dict__.update(fields)
+        return made
 
     def with_fields(self, **fields: Any) -> Self:
         """This spec with other values of some fields. No constructor runs, as a subclass may have one of its own.
+
+        The `__post_init__` of a user's class derives its attributes again. If it changes the fields themselves, they
+        and the attributes stay as they are: it would change the fields twice.
 
         >>> from regard import Window
         >>> Window(8).with_fields(left=4)
         Window(left=4)
         """
+        made = self._copy(fields)
+        if not self._is_rerun or self._arguments.issuperset(made.__dict__):
+            return made
+        derived = made._copy({})
+        cast(Any, derived).__post_init__()
+        is_same = all(_is_same(getattr(made, name), getattr(derived, name)) for name in self._arguments)
+        return derived if is_same else made
+
+    def _copy(self, changed: dict[str, Any]) -> Self:
         made = object.__new__(type(self))
-        made.__dict__.update({name: x for name, x in self.__dict__.items() if name not in self._derived} | fields)
+        made.__dict__.update({name: x for name, x in self.__dict__.items() if name not in self._derived} | changed)
         return made
 
     @classmethod
@@ -265,7 +294,16 @@ class Spec:
     def serialize(self, tensors: list[Tensor], ints: list[int]) -> str:
         """The spec as JSON, tensors and ints appended to the lists; `deserialize` reads it. Floats keep every bit."""
         parts = [_serialize_part(part, tensors, ints) for part in self.parts()]
-        return "[" + ", ".join(['"' + self._serial_name + '"', *parts]) + "]"
+        name = self._serial_name + (_CALLED if self.has_attributes() else "")
+        return "[" + ", ".join(['"' + name + '"', *parts]) + "]"
+
+    def has_attributes(self) -> bool:
+        """Whether it has, or in a trace may have, attributes besides its fields, which a user's constructor derives."""
+        if self._kind.is_own:
+            return False
+        if not DYNAMO_LISTS_ATTRIBUTES and torch.compiler.is_compiling():
+            return True
+        return not self._derived.union(self._fields).issuperset(self.__dict__)
 
     def can_be_serialized(self) -> bool:
         """Whether the spec has no attributes but fields, and each field can be serialised."""
@@ -340,8 +378,17 @@ def spec(cls: W) -> W:
     made._serial_name, made._kind, made._made = name, kind, made  # pyright: ignore[reportPrivateUsage]
     computed = {n for base in made.__mro__ for n, x in vars(base).items() if isinstance(x, functools.cached_property)}
     made._derived = frozenset({*_CACHED, *computed})  # pyright: ignore[reportPrivateUsage]
+    given = frozenset(f.name for f in dataclasses.fields(cast(Any, made)) if f.init)
+    made._arguments = given  # pyright: ignore[reportPrivateUsage]
+    made._is_rerun = not kind.is_own and _has_plain_post_init(made)  # pyright: ignore[reportPrivateUsage]
     Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
+
+
+def _has_plain_post_init(made: type[Spec]) -> bool:
+    """Whether the class has a `__post_init__` without arguments."""
+    derive = getattr(made, "__post_init__", None)
+    return derive is not None and len(inspect.signature(derive).parameters) == 1
 
 
 def _check_names(made: type[Spec]) -> None:
@@ -379,7 +426,8 @@ def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Sp
             return {"tensor": tensors, "number": ints}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
-            return Spec._serialized[name].of_parts(map(read, parts))  # pyright: ignore[reportPrivateUsage]
+            kind = Spec._serialized[name.removesuffix(_CALLED)]  # pyright: ignore[reportPrivateUsage]
+            return kind.of_parts(map(read, parts), has_attributes=name.endswith(_CALLED))
         return node
 
     return read(json.loads(text, strict=False))  # a text may have line breaks
@@ -393,6 +441,18 @@ def map_tuple(change: Callable[[Any], Any], part: tuple[Any, ...]) -> tuple[Any,
     """
     changed = [change(member) for member in part]
     return type(part)(*changed) if hasattr(part, "_fields") else tuple(changed)  # a NamedTuple has them
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values of a field are one object, equal plain values, or tuples of such.
+
+    >>> _is_same((1, "a"), (1, "a")), _is_same(torch.zeros(2), torch.zeros(2))
+    (True, False)
+    """
+    if type(a) is tuple and type(b) is tuple:
+        pair = cast("tuple[Any, ...]", a), cast("tuple[Any, ...]", b)
+        return len(pair[0]) == len(pair[1]) and all(map(_is_same, *pair))
+    return a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b)
 
 
 def _members(parts: tuple[Any, ...]) -> list[Any]:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.errors import ProblemError
+
 Floats = NDArray[np.float64]
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
@@ -33,7 +35,12 @@ def wilson(right: float, count: int) -> Interval:
     Interval(value=1.0, low=0.722..., high=1.0)
     >>> wilson(0, 0)
     Interval(value=nan, low=0.0, high=1.0)
+
+    Raises:
+        ProblemError: `right` is below 0 or above `count`.
     """
+    if not 0 <= right <= count:
+        raise ProblemError(f"wilson({right!r}, {count!r}): expected 0 <= right <= count.")
     if not count:
         return Interval(math.nan, 0.0, 1.0)
     share, z2 = right / count, Z * Z / count

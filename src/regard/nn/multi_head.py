@@ -306,9 +306,13 @@ def beyond_linear(projection: nn.Module, *, with_hooks: bool = True) -> str | No
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether a hook may change its input or output; those of torch.nn.utils (pruning, norms) compute its weight."""
+    """Whether a hook may change its input or output; those of torch.nn.utils (pruning, norms) compute its weight.
+
+    So does one of a user's subclass of them, such as of `BasePruningMethod`, unless it defines `__call__`.
+    """
     before = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    others = [hook for hook in before if not type(hook).__module__.startswith("torch.nn.utils.")]
+    calls = [getattr(type(hook).__call__, "__module__", None) or "" for hook in before]
+    others = [defined for defined in calls if not defined.startswith("torch.nn.utils.")]
     return bool(module._forward_hooks or others)  # pyright: ignore[reportPrivateUsage]
 
 

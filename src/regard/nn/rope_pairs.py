@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.describe.position import Position, Rope, has_own_rotate
+from regard.describe.position import Position, Rope, has_constant_table, has_own_rotate
 from regard.describe.position_table import check_positions, rows
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
@@ -86,6 +86,7 @@ class RopePairs(Position):
         positions = check_positions(positions, x, rank=4)
         length, dtype = self.rope.length_of(x, positions, tokens), wide_of(x.dtype)
         key = (self, self.rope.scaling and self.rope.scaling.regime(length), dtype, x.device)
+        key = key if has_constant_table(self.rope) else None
         table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
         group = x.shape[1] // groups
         by_head = table.transpose(-4, -3).repeat_interleave(group, -4)  # [..., heads, tokens, dim / 2, 2]

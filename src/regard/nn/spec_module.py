@@ -36,6 +36,7 @@ class _Template:
 
     kind: type[Spec]
     parts: tuple[Any, ...]
+    has_attributes: bool  # besides the fields; a constructor derives them
 
 
 class SpecModule(nn.Module, Generic[W]):
@@ -89,7 +90,8 @@ class SpecModule(nn.Module, Generic[W]):
         if not isinstance(part, Spec):
             return part
         fields = zip(part._fields, part.parts(), strict=True)  # pyright: ignore[reportPrivateUsage]
-        return _Template(type(part), tuple(self._template_of(p, prefix + field) for field, p in fields))
+        parts = tuple(self._template_of(p, prefix + field) for field, p in fields)
+        return _Template(type(part), parts, part.has_attributes())
 
     def _register(self, tensor: Tensor, path: str) -> _TensorName:
         if (known := self._names.get(id(tensor))) is not None:
@@ -120,7 +122,9 @@ class SpecModule(nn.Module, Generic[W]):
             return getattr(self, part.name)
         if isinstance(part, tuple):
             return map_tuple(self._build, cast("tuple[Any, ...]", part))
-        return part.kind.of_parts([self._build(p) for p in part.parts]) if isinstance(part, _Template) else part
+        if not isinstance(part, _Template):
+            return part
+        return part.kind.of_parts([self._build(p) for p in part.parts], has_attributes=part.has_attributes)
 
 
 def _parameter_of(tensor: Tensor) -> nn.Parameter:
