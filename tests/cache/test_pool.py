@@ -100,6 +100,17 @@ def test_a_page_that_was_cropped_and_written_anew_is_not_found_under_its_old_nam
     assert pool.sequence([*range(9)]).tokens == 4
 
 
+@pytest.mark.parametrize("stored", [0, 16, 17])
+def test_a_crop_forgets_the_rest_of_a_prompt(stored: int):
+    """What is appended then may be another text, which no sequence of the prompt may find."""
+    pool, prompt, kept = PagePool(page=16), list(range(64)), min(stored, 16)
+    s = pool.sequence(prompt)
+    pool.append([s], *tokens_of(stored))
+    s.crop(kept)
+    pool.append([s], *tokens_of(64 - kept))
+    assert pool.sequence(prompt).tokens == kept
+
+
 def test_generated_tokens_can_be_found_if_their_ids_are_told():
     pool = PagePool(page=4)
     first = filled(pool, [1, 2, 3])

@@ -1,7 +1,9 @@
 """Each block comes to every rank that needs it, once, over neighbours, and no farther than the last of them."""
 
+import gc
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 
 from regard import Causal, Documents, KeyLengths, Mask, Prefix, Window
 from regard.describe.mask import CallSizes
+from regard.describe.mask_function import MaskFunction
 from regard.parallel import Layout
+from regard.parallel.call import route_of, text_of
 from regard.parallel.pair_counts import pair_counts, rank_pairs
 from regard.parallel.route import Route, needs_of
 
@@ -96,3 +100,33 @@ def test_keys_go_to_the_ranks_whose_queries_see_them(mask: Mask, make: Any, toke
     kept = kept.expand(sizes.batch, tokens, keys).any(0).numpy()
     seen = [[kept[np.ix_(queries.indices(i), layout.indices(j))].any() for j in range(4)] for i in range(4)]
     assert needs_of(bound, queries, layout, offset, (sizes.batch, 1)).tolist() == seen
+
+
+def test_no_route_keeps_its_layout_alive():
+    """A new mask at each step has a new balanced layout, with an array of the length of the sequence."""
+    layout, sizes = Layout.contiguous(1_000, 2), CallSizes(1, 1, 1_000, 1_000, 0)
+    assert layout.owners.size == 1_000
+    route_of(Causal(), sizes, layout, layout)
+    kept = ref(layout)
+    del layout
+    gc.collect()
+    assert kept() is None
+
+
+def _within(limit: int, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k < limit
+
+
+class Within:
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k < 3
+
+    def shows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k < 3
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(partial(_within, 3), "partial(_within)"), (Within(), "Within"), (Within().shows, "shows")]
+)
+def test_ranks_compare_the_name_of_a_function_and_no_address(function: Any, name: str):
+    assert text_of(MaskFunction(function)) == f"MaskFunction({name})"

@@ -83,6 +83,8 @@ class Sequence(BlockTable):
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` tokens, for example drafts that were not accepted.
 
+        The ids of later tokens are forgotten, also those of a prompt whose tokens were not yet appended.
+
         If the crop ends inside a page of codes, the rest of that page becomes a plain page again: with the original
         elements if they are still stored, else with the decoded ones. Whole pages that are codes only because of the
         removed tokens become plain again if their original elements are still stored, and the pool has room for these.
@@ -163,6 +165,8 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         ProblemError: the pool has no page left for codes that become plain. Nothing was changed then.
     """
     if all(s.tokens == tokens for s in sequences):
+        for s in sequences:
+            del s.ids[tokens:]
         return
     if sequences[0].segments is not None:
         for s in sequences:

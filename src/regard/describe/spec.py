@@ -16,7 +16,7 @@ import itertools
 import json
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 from weakref import WeakValueDictionary, ref
 
@@ -527,8 +527,16 @@ def _part_key(part: Any) -> Any:
     """A content key for what may change or have tensors, such as a function or a list; other values unchanged."""
     if _never_changes(part):
         return part
-    is_named = isinstance(part, type | FunctionType | BuiltinFunctionType)
-    return ContentKey(content(part), part.__name__ if is_named else reprlib.repr(part))
+    return ContentKey(content(part), _text_of(part))
+
+
+def _text_of(part: Any) -> str:
+    """What is printed for it: without an address, as ranks of a process group compare it."""
+    if isinstance(part, type | FunctionType | BuiltinFunctionType | MethodType):
+        return part.__name__
+    if isinstance(part, functools.partial):
+        return f"partial({_text_of(cast(Any, part).func)})"
+    return type(part).__name__ if type(part).__repr__ is object.__repr__ else reprlib.repr(part)
 
 
 def _never_changes(part: Any) -> bool:

@@ -106,7 +106,7 @@ def pose(groups: Sequence[Ranks], a: Arguments, place: Place) -> tuple[ShardedCa
             ranks.refuse(str(error))
         raise
     a, sizes, call = checked
-    form = (groups[0].function, _form(a, sizes), call.queries, call.keys)
+    form = (groups[0].function, _form(a, sizes), call.queries.digest, call.keys.digest)
     for ranks in groups:
         ranks.agree(form, lambda: _describe(a, sizes, call))
     return call, a
@@ -183,7 +183,7 @@ _routes: Recent[object, Route] = Recent(entries=256, nbytes=16 << 20, size=lambd
 def route_of(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout) -> Route:
     """The route of a call, by the content of its mask, which is bound to the sequence."""
     content = None if mask is None else mask.fingerprint()
-    key = (content, sizes, queries, keys)
+    key = (content, sizes, queries.digest, keys.digest)  # a layout has an array of the length of the sequence
     cacheable = content is None or content.is_cacheable
     route = _routes.get(key) if cacheable else None
     if route is None:
@@ -237,7 +237,7 @@ _texts: Recent[Fingerprint, str] = Recent(entries=256, nbytes=1 << 20, size=len)
 
 
 def text_of(spec: Spec | None) -> str:
-    """The spec, with a digest of its tensors, which is the same in every process."""
+    """The spec, with a digest of its tensors, which is the same in every process; of a function its name."""
     if spec is None:
         return "None"
     content = spec.fingerprint()

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from regard.describe.recent import Recent
 from regard.errors import ProblemError, RankError, RegardError
 from regard.parallel.digest import digest
 
@@ -96,13 +97,16 @@ class Known:
 
     Attributes:
         prefix: begins its keys in the store, the same on all ranks; "" before the store is asked.
-        texts: the forms of calls that all ranks agreed on, and their descriptions.
+        texts: the latest forms of calls that all ranks agreed on, and their descriptions. Ranks make the same calls,
+            so they drop the same forms.
         calls: how many calls were made.
         lost: the error of an earlier call, after which messages may be under way.
     """
 
     prefix: str = ""
-    texts: dict[object, str] = field(default_factory=dict[object, str])
+    texts: Recent[object, str] = field(
+        default_factory=lambda: Recent[object, str](entries=256, nbytes=1 << 20, size=len)
+    )
     calls: int = 0
     lost: RegardError | None = None
 
@@ -166,13 +170,13 @@ class Ranks:
         """
         if self.size == 1:
             return
-        self.number, known = self.known.calls, form in self.known.texts
+        self.number, known = self.known.calls, self.known.texts.get(form)
         self.known.calls += 1
-        of_form = self.known.texts[form] if known else f"{self.function}: {text()}"
+        of_form = f"{self.function}: {text()}" if known is None else known
         self.text = of_form + now
-        if not known:
+        if known is None:
             self._compare()
-            self.known.texts[form] = of_form
+            self.known.texts.put(form, of_form)
         sealed = hashlib.blake2b(f"{self.number} {self.text}".encode(), digest_size=8).digest()
         self.seal = int.from_bytes(sealed) % SEALS.get(dist.get_backend(self.group), FEW_SEALS)
 
