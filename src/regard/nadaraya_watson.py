@@ -64,7 +64,7 @@ def nadaraya_watson(
             "line; one point in space is points[None]."
         )
     if k.shape[-2] != v.shape[-2]:
-        raise ProblemError(f"keys are {k.shape[-2]} points and values {v.shape[-2]}: a value belongs to each key.")
+        raise ProblemError(f"keys are {k.shape[-2]} points and values {v.shape[-2]}: expected one value for each key.")
     lead = _lead(q, k, v)
     q, k, v = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), 1, *t.shape[-2:]) for t in (q, k, v))
     out = attend(q, k, v, score=kernel, mask=mask, backend=backend)[:, 0]
