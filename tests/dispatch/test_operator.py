@@ -1,6 +1,7 @@
 """What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from regard import (
     scaled_dot_product_attention,
 )
 from regard.cache import KVCache, Paged
+from regard.describe.mask import CallSizes
+from regard.describe.spec import spec
 from regard.linear import linear_attend
 from regard.scores import Bilinear, Gaussian
 from tests.test_native import needs_library
@@ -91,6 +94,32 @@ def test_words_pass_through_the_operator(name: str):
     words = WORDS[name]
     found = compiled(lambda q, k, v: attend(q, k, v, **words))(Q, K, V)
     assert torch.allclose(found, attend(Q, K, V, **words), atol=1e-7)
+
+
+@spec
+class CountedFromTheEnd(Mask):
+    """A function of a key's distance to the last one, which `bind` tells it."""
+
+    shows: Callable[[Any], Any]
+    last: int = 0
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return self.shows(self.last - k) | (q == k)
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return 1, 1
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        return self.with_fields(last=sizes.keys - 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_with_a_function_is_bound_in_a_graph(dynamic: bool):
+    mask = CountedFromTheEnd(lambda far: far < 3)
+    function = compiled(lambda q, k, v: attend(q, k, v, mask=mask), dynamic=dynamic)
+    for keys in (23, 17):
+        k, v = K[:, :, :keys].contiguous(), V[:, :, :keys].contiguous()
+        assert torch.allclose(function(Q, k, v), attend(Q, k, v, mask=mask), atol=1e-6)
 
 
 def test_one_graph_serves_every_length():

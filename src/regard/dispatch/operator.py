@@ -247,6 +247,8 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
         return Not(_tabulated(mask.a, q, keys, start))
     if not isinstance(mask, MaskFunction) and mask.can_be_serialized():
         return mask
+    if type(mask).bind is not Mask.bind and not isinstance(start, Tensor):
+        mask = mask.bind(CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, start))
     batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = queries[:, None] + _by_row(start)
     return TensorMask(
