@@ -113,6 +113,23 @@ class CountedFromTheEnd(Mask):
         return self.with_fields(last=sizes.keys - 1)
 
 
+@spec
+class BoundAsItsBase(Mask):
+    shows: Callable[[Any, Any], Any]
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return self.shows(q, k)
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        return super().bind(sizes)
+
+
+def test_a_graph_takes_a_mask_that_binds_as_its_base():
+    mask = BoundAsItsBase(lambda q, k: k <= q)
+    found = compiled(lambda q, k, v: attend(q, k, v, mask=mask))(Q, K, V)
+    assert torch.allclose(found, attend(Q, K, V, mask=Causal()), atol=1e-6)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_mask_with_a_function_is_bound_in_a_graph(dynamic: bool):
     mask = CountedFromTheEnd(lambda far: far < 3)

@@ -2,6 +2,7 @@
 
 import gc
 from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -126,7 +127,13 @@ class Within:
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(partial(_within, 3), "partial(_within)"), (Within(), "Within"), (Within().shows, "shows")]
+    ("function", "name"),
+    [
+        (partial(_within, 3), "partial(_within)"),
+        (Within(), "Within"),
+        (Within().shows, "shows"),
+        (MethodType(partial(_within), 3), "partial(_within)"),
+    ],
 )
 def test_ranks_compare_the_name_of_a_function_and_no_address(function: Any, name: str):
     assert text_of(MaskFunction(function)) == f"MaskFunction({name})"

@@ -179,7 +179,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are used, aligned as torch's own: `torch.zeros` writes all of them."""
+    """Zeros, aligned as torch's own. Large ones take no memory until they are used; `torch.zeros` writes all of it."""
     size = math.prod(shape) * dtype.itemsize
     memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
     return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, size).view(dtype).view(shape)
@@ -230,9 +230,19 @@ def as_cached(memory: Tensor, first: int, tokens: int, dtype: torch.dtype) -> Ca
 
 
 def select_rows(t: Tensor, rows: Tensor) -> Tensor:
-    """A copy of batch rows of t, in memory from `allocate`."""
-    selected = allocate((len(rows), *t.shape[1:]), t.dtype, t.device)
+    """A copy of batch rows of t, which can be written as memory from `allocate`."""
+    selected = _empty((len(rows), *t.shape[1:]), t.dtype, t.device)
     return torch.index_select(t, 0, rows, out=selected)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `allocate`, without zeros: for memory that is written as a whole at once."""
+    if torch.compiler.is_compiling():
+        return torch.empty(shape, dtype=dtype, device=device)
+    with torch.inference_mode(mode=False):
+        memory = torch.empty(shape, dtype=dtype, device=device)
+    advise_huge_pages(memory)
+    return memory
 
 
 def describe_tensor(t: Tensor) -> str:

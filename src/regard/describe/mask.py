@@ -308,11 +308,11 @@ class Varying(Mask):
 
 def _of_used_axes(mask: Mask, sizes: CallSizes) -> Mask:
     """The mask with a pattern for each batch row or head that its `keep` uses, if it has no `broadcast_shape`."""
+    if torch.compiler.is_compiling() or not (sizes.batch and sizes.heads and sizes.queries and sizes.keys):
+        return mask  # torch cannot trace what follows; only schedules need what it finds
     kind = type(mask)
     if kind.broadcast_shape is not Mask.broadcast_shape or not method_may_use(kind.keep):
         return mask
-    if torch.compiler.is_compiling() or not (sizes.batch and sizes.heads and sizes.queries and sizes.keys):
-        return mask  # torch cannot trace the call; only schedules need what it finds
     try:
         uses_batch, uses_heads = find_uses(mask.keep, sizes.offset)
     except Exception:  # noqa: BLE001 - `keep` of tiles raises it again, unless it needs tensors of several axes

@@ -252,7 +252,7 @@ class Spec:
         """
         fields = dict(zip(cls._fields, parts, strict=True))
         if cls._kind.is_own or has_attributes:
-            return cls(**fields)  # by name, since a field may be keyword-only
+            return cls(**{name: x for name, x in fields.items() if name in cls._arguments})  # some are keyword-only
         made = object.__new__(cls)
         made.__dict__.update(fields)
         return made
@@ -532,8 +532,10 @@ def _part_key(part: Any) -> Any:
 
 def _text_of(part: Any) -> str:
     """What is printed for it: without an address, as ranks of a process group compare it."""
-    if isinstance(part, type | FunctionType | BuiltinFunctionType | MethodType):
+    if isinstance(part, type | FunctionType | BuiltinFunctionType):
         return part.__name__
+    if isinstance(part, MethodType):
+        return _text_of(part.__func__)
     if isinstance(part, functools.partial):
         return f"partial({_text_of(cast(Any, part).func)})"
     return type(part).__name__ if type(part).__repr__ is object.__repr__ else reprlib.repr(part)
