@@ -59,7 +59,7 @@ class _IndexTable:
 
     def _allocate(self, rows: int, columns: int) -> Tensor:
         assert self.storage.form is not None
-        return allocate((rows, columns), torch.int64, self.storage.form.device).zero_()
+        return allocate((rows, columns), torch.int64, self.storage.form.device)
 
 
 class _Segment(NamedTuple):
