@@ -139,6 +139,45 @@ def test_a_mask_with_a_function_is_bound_in_a_graph(dynamic: bool):
         assert torch.allclose(function(Q, k, v), attend(Q, k, v, mask=mask), atol=1e-6)
 
 
+@spec
+class Shown(Mask):
+    """A table of the call's rows that a function is applied to."""
+
+    table: TensorMask
+    shows: Callable[[Any], Any]
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return self.shows(self.table.keep(b, h, q, k))
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return 1, 1
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        return self.with_fields(table=self.table.bind(sizes))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Shown(TensorMask(torch.rand(11, 23, generator=torch.Generator().manual_seed(3)) < 0.6), lambda kept: kept),
+        CountedFromTheEnd(lambda far: far < 3),
+    ],
+)
+def test_a_mask_that_binds_meets_an_offset_by_row(mask: Mask):
+    offset = torch.tensor([12, 7])
+    expected = attend(Q, K, V, mask=mask, offset=offset)
+    with FlopCounterMode(display=False):
+        assert torch.allclose(attend(Q, K, V, mask=mask, offset=offset), expected, atol=1e-6)
+    with pytest.raises(Exception, match="needs the offset as a number"):
+        compiled(lambda q, k, v, o: attend(q, k, v, mask=mask, offset=o))(Q, K, V, offset)
+
+
+def test_a_mask_that_binds_as_its_base_meets_an_offset_by_row_in_a_graph():
+    mask, offset = BoundAsItsBase(lambda q, k: k <= q), torch.tensor([12, 7])
+    found = compiled(lambda q, k, v, o: attend(q, k, v, mask=mask, offset=o))(Q, K, V, offset)
+    assert torch.allclose(found, attend(Q, K, V, mask=Causal(), offset=offset), atol=1e-6)
+
+
 def test_one_graph_serves_every_length():
     torch._dynamo.reset()
     counts = CompileCounterWithBackend("aot_eager")

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.backend.contract import ResumableKernel
 from regard.cost import attention as cost
+from regard.describe.by_row import mask_by_row
 from regard.describe.mask import And, CallSizes, Mask, Not, Or
 from regard.describe.mask_by_table import TensorMask
 from regard.describe.mask_function import MaskFunction
@@ -247,13 +248,30 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
         return Not(_tabulated(mask.a, q, keys, start))
     if not isinstance(mask, MaskFunction) and mask.can_be_serialized():
         return mask
-    if type(mask).bind is not Mask.bind and not isinstance(start, Tensor):
-        mask = mask.bind(CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, start))
+    if type(mask).bind is not Mask.bind:
+        mask, start = _bound(mask, q, keys, start)
     batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = queries[:, None] + _by_row(start)
     return TensorMask(
         mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device))
     )
+
+
+def _bound(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> tuple[Mask, int | Tensor]:
+    """The mask in this call, and the position of the first query for it."""
+    sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, 0)
+    if not isinstance(start, Tensor):
+        return mask.bind(sizes._replace(offset=start)), start
+    if not torch.compiler.is_compiling() and not is_without_data(start):
+        first = tuple(start.expand(q.shape[0]).tolist())
+        return cast(Mask, mask_by_row(mask, first)).bind(sizes), 0
+    if mask.bind(sizes) is not mask:
+        raise RefusalError(
+            f"{mask!r} with an offset that is a tensor, in a call that torch traces: its `bind` needs the offset as a "
+            "number. Give offset as an int, or call attend outside of torch.compile, or put what `keep` needs into "
+            "the fields of the mask and define no `bind`."
+        )
+    return mask, start
 
 
 def attend_in_onnx(*arguments: Any) -> tuple[Tensor, Tensor]:
