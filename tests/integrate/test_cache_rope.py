@@ -79,6 +79,11 @@ def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected:
     assert (found.dim, found.fraction, found.interleaved) == (expected.dim, expected.fraction, expected.interleaved)
 
 
+def test_a_config_of_several_decoders_is_refused():
+    with pytest.raises(ProblemError, match="its config does not tell its layers"):
+        rope_for(transformers.AutoConfig.for_model("blt"))
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
@@ -96,10 +101,11 @@ def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected:
         ("muse_glimmer_text", {}, "layer_rope_theta is .10000.0, 0., so the keys of some layers"),
         ("lara_mini", {}, "its attention runs without angles as well, so the keys of some layers"),
         ("qwen2_vl_text", {}, "one position per token|cannot be tried by itself"),
+        ("falcon", {}, "its attention cannot be tried by itself"),
     ],
     ids=[
         "gpt2", "opt", "t5", "bloom", "dynamic", "cohere2", "smollm3", "exaone4", "no angles", "bases of 0",
-        "two bases", "a base of 0", "perhaps no angles", "three positions",
+        "two bases", "a base of 0", "perhaps no angles", "three positions", "falcon",
     ],
 )  # fmt: skip
 def test_another_way_is_refused_with_what_to_do(kind: str, more: dict[str, Any], said: str):

@@ -15,6 +15,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -128,7 +129,8 @@ def _small(config: Any, dim: int) -> Any:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 2 * dim, "head_dim": dim}
     for name, size in sizes.items():
         if hasattr(small, name):
-            setattr(small, name, size)
+            with suppress(AttributeError):  # Falcon computes head_dim from the others
+                setattr(small, name, size)
     return small
 
 
@@ -162,7 +164,10 @@ def _keys(small: Any, kind: str, classes: tuple[type[nn.Module], ...], angles: A
 
 def _layers_of(config: Any, kind: str) -> list[int]:
     """The layers of a kind; all of them where none is of it."""
-    kinds = get_layer_types_and_kwargs(config)[0]
+    try:
+        kinds = get_layer_types_and_kwargs(config)[0]
+    except AttributeError as error:  # of a config that has one for each of several decoders
+        _refuse(config, f"its config does not tell its layers ({error})")
     return [i for i, of in enumerate(kinds) if of == kind] or list(range(len(kinds)))
 
 
