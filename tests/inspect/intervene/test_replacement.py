@@ -252,3 +252,17 @@ def test_a_mean_needs_batches_and_rows_that_fit():
         mean_outputs(model, ids, model)
     with pytest.raises(ProblemError, match=r"rows returned \[5, 3\]: expected bool \[batch, queries\] = \[5, 11\]"):
         mean_outputs(model, [ids], model, rows=lambda batch: torch.ones(5, 3) > 0)
+
+
+@pytest.mark.parametrize("per_position", [False, True])
+def test_there_is_no_mean_of_no_rows(per_position):
+    model, ids = decoder(), texts()
+    with pytest.raises(ProblemError, match=r"no rows of layers 0 \(body\..*\), 1 \(body\..*\) count, .* `rows`"):
+        mean_outputs(model, [ids], model, rows=lambda batch: batch == 99, per_position=per_position)
+    x = torch.randn(1, 2, 5, 4)
+
+    def run(rows):
+        return attend(x, x, x), attend(x[:, :, :rows], x, x)
+
+    with pytest.raises(ProblemError, match="no rows of layer 1 count"):  # without `rows`
+        mean_outputs(None, [0], run, per_position=per_position)

@@ -1,5 +1,6 @@
 """Rollout, row by row and tile by tile, is the product of the matrices in full."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,7 +81,37 @@ def test_layers_must_be_over_one_text():
         rollout([seen[0].value], [-1])
 
 
-@pytest.mark.parametrize(("rows", "said"), [([11], "row 11 does not exist"), ([-12], "row -12"), ([], "no rows")])
+@pytest.mark.parametrize("rows", [torch.tensor([1, -2]), np.array([1, -2]), range(1, 10, 8)], ids=repr)
+def test_rows_are_whatever_lists_them(rows):
+    layers = kept(Stack(), stack_input())
+    found = rollout(layers, rows)
+    assert found.rows == (1, 9)
+    assert torch.equal(found.values, rollout(layers, [1, 9]).values)
+
+
+def test_recorded_calls_are_no_weights():
+    model, x = Stack(), stack_input()
+    with observe(model) as calls:
+        model(x)
+    with pytest.raises(ProblemError, match=r"layer 0 is a RecordedCall: expected Weights, .*call\.weights for call"):
+        rollout(calls, [-1])  # pyright: ignore[reportArgumentType]
+    assert rollout([call.weights for call in calls], [-1]).values.shape == (2, 1, 11)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([11], "row 11 does not exist"),
+        ([-12], "row -12"),
+        ([], "no rows"),
+        (torch.tensor([], dtype=torch.int64), "no rows"),
+        (0, "rows is 0: expected several, such as \\[0\\]"),
+        (5, "rows is 5: expected several"),
+        (torch.tensor(5), "rows is a tensor"),
+        ("0", "rows is '0': expected several"),
+        (None, "rows is None: expected several"),
+    ],
+)
 def test_rows_that_there_are_not_are_said(rows, said):
     with pytest.raises(ProblemError, match=said):
         rollout(kept(Stack(), stack_input()), rows)

@@ -81,6 +81,7 @@ def test_divergence_is_a_mean_of_two_relative_entropies():
     [
         ([], [-1], "at least one"),
         ([(0, 0)], [], "at least one"),
+        ([(0, 0)], 0, r"rows is 0: expected several, such as \[0\]"),
         ([(0, 0)], [11], "row 11"),
         ([(3, 0)], [0], "layer 3"),
         ([(0, 0)], [4, -1, 10], r"rows \(4, -1, 10\) name row 10 of 11 twice"),
@@ -90,6 +91,12 @@ def test_what_there_is_not_is_said(heads, rows, said):
     model, ids = decoder(), texts()
     with pytest.raises(ProblemError, match=said):
         observe_rows(model, lambda: model(ids)[:, -1], heads, rows)
+
+
+def test_rows_may_be_a_tensor():
+    model, ids = decoder(), texts()
+    found = observe_rows(model, lambda: model(ids)[:, -1], [(0, 0)], torch.tensor([4, -1]))
+    assert found.rows == (4, -1)
 
 
 def test_a_prediction_must_be_a_batch_of_logits():

@@ -158,6 +158,9 @@ def test_cross_attention_is_named_by_its_path():
         ({"layer": 1.5}, r"layer is 1\.5: expected its number from 0, or the path"),
         ({"tokens": [0.5]}, r"token 0\.5 does not exist"),
         ({"tokens": [11]}, "token 11 does not exist: there are 11, expected 0 to 10"),
+        ({"tokens": []}, "tokens is empty"),
+        ({"tokens": 0}, r"tokens is 0: expected several, such as \[0\]"),
+        ({"tokens": 3}, "tokens is 3: expected several"),
         ({"module": "body.blocks.5"}, "no module 'body.blocks.5'"),
         ({"module": "body.blocks"}, "did not run"),
         ({"module": "body.embedding"}, "'body.embedding' did not run after layer 0 attended"),
@@ -167,6 +170,13 @@ def test_what_there_is_not_is_said(changed, said):
     model, ids = decoder(), texts()
     with pytest.raises(ProblemError, match=said):
         value_zeroing(model, lambda: model(ids), **{"layer": 0, "tokens": [0]} | changed)
+
+
+def test_tokens_may_be_a_tensor():
+    model, ids = decoder(), texts()
+    found, expected = (value_zeroing(model, lambda: model(ids), 1, named) for named in (torch.tensor([0, -1]), [0, -1]))
+    assert found.tokens == (0, 10)
+    assert torch.equal(found.distances, expected.distances)
 
 
 def test_nothing_stays_on_the_model():

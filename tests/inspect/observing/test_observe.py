@@ -98,11 +98,13 @@ def test_layers_may_be_named_by_whatever_counts_as_an_integer():
     model = Model()
     with observe(model, layers=np.int64(1)) as one, observe(model, layers=[np.int32(0), torch.tensor(2)]) as two:
         model(torch.randn(1, 5, 6))
-    assert [s.layer for s in one] == [1]
+    with observe(model, layers=torch.tensor(1)) as also_one, observe(model, layers=[1, torch.tensor(1)]) as twice:
+        model(torch.randn(1, 5, 6))
+    assert [s.layer for s in one] == [s.layer for s in also_one] == [s.layer for s in twice] == [1]
     assert [s.layer for s in two] == [0, 2]
 
 
-@pytest.mark.parametrize("layers", [1.5, "1", [0, 1.0], [True], [None]])
+@pytest.mark.parametrize("layers", [1.5, "1", [0, 1.0], [True], [None], slice(0, 2), [slice(0, 2)], [[0], [1]]])
 def test_what_is_no_number_of_a_layer_is_an_error(layers):
     with pytest.raises(ProblemError, match=r"layers is .*: expected the number of a layer or of several"):
         observe(Model(), layers=layers)
@@ -261,6 +263,12 @@ def test_a_traced_graph_of_a_model_is_not_seen_and_says_so():
 def test_what_is_no_model_is_answered_with_the_argument_that_it_may_be(given, says):
     with pytest.raises(ProblemError, match=says):
         observe(given)
+
+
+@pytest.mark.parametrize(("each", "said"), [(3, "3"), ("weights", "'weights'"), (0, "0")])
+def test_each_is_a_function(each, said):
+    with pytest.raises(ProblemError, match=f"each is {said}: expected a function of a Look, as lambda"):
+        observe(Model(), each)
 
 
 def test_a_call_inside_of_vmap_is_not_recorded():

@@ -201,6 +201,16 @@ def test_a_device_that_is_not_there_is_an_error(to):
         pass
 
 
+def test_a_folder_without_a_name_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ProblemError, match=r"to is '': expected .* '\.' is the working directory"), observe(to=""):
+        attend(*[torch.randn(1, 2, 5, 4)] * 3)
+    assert not list(tmp_path.iterdir())
+    with observe(to="."):
+        attend(*[torch.randn(1, 2, 5, 4)] * 3)
+    assert len(read_calls(".")) == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_without_cuda_calls_cannot_be_kept_there():
     with pytest.raises(ProblemError, match="to='cuda': torch has no such device here"), observe(to="cuda"):

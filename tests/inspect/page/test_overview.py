@@ -211,6 +211,15 @@ def test_the_address_brings_everything_back(opened):
     assert tab.input_value("#order") == "previous"
 
 
+def test_the_link_to_the_notes_changes_nothing_else(opened):
+    tab = opened(state="head=1.2&colour=sink&pin=7-3")
+    before = address(tab)
+    tab.click('#side a:text-is("what the scores mean")')
+    assert address(tab) == before
+    assert tab.inner_text("#focus-title") == "Layer 1 · head 2"
+    assert tab.eval_on_selector("#notes", "notes => notes.getBoundingClientRect().top < innerHeight / 2")
+
+
 def test_an_address_that_makes_no_sense_opens_the_map(opened):
     tab = opened(state="head=99.1&colour=%3Cb%3E&order=x&kind=y&pin=9999-1&theme=pink")
     assert tab.is_hidden("#focus")
@@ -234,6 +243,8 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, tmp_path):
     inside = tab.frame_locator("iframe")
     inside.locator("html[data-ready]").wait_for()
     inside.locator('.cell[aria-label^="Layer 1 head 1"]').click()
+    assert inside.locator("#focus-title").inner_text() == "Layer 1 · head 1"
+    inside.locator('#side a:text-is("what the scores mean")').click()
     assert inside.locator("#focus-title").inner_text() == "Layer 1 · head 1"
     tab.close()
     assert said == []

@@ -180,8 +180,29 @@ def test_two_measures_do_not_share_a_key(decoder):
 def test_no_measures_and_no_tokens_are_refused(decoder: Decoder):
     with pytest.raises(ProblemError, match=r"^measures is empty: name some, such as \['sink', 'induction'\]"):
         measure(decoder, torch.arange(1, 9), [])
-    with pytest.raises(ProblemError, match=r"^the text is \[1, 0\] tokens: expected .* 2 at least"):
+    with pytest.raises(ProblemError, match=r"^the text is \[1, 0\] tokens: expected .* 2 tokens or more"):
         measure(decoder, [], ["sink"])
+    for model in (decoder, llama()):
+        with pytest.raises(ProblemError, match=r"^the text is \[0, 9\] tokens: expected .* a batch of 1 or more"):
+            measure(model, torch.ones(0, 9, dtype=torch.int64), ["sink"])
+
+
+@pytest.mark.parametrize("wrong", [4_321, -2])
+def test_ids_that_the_model_does_not_have_are_refused(decoder: Decoder, wrong: int):
+    for model in (decoder, llama()):
+        with pytest.raises(ProblemError, match=rf"^the text has token id {wrong}, and the model has ids 0 to \d+: "):
+            measure(model, [1, 2, wrong], ["sink"])
+
+
+@pytest.mark.parametrize("own", [[1, 2, 3], [1, 2, 4_321]], ids=str)
+def test_an_error_of_the_model_is_its_own(decoder: Decoder, own: list[int]):
+    def fail(module: object, arguments: object):
+        raise IndexError("of the model") if max(own) < 10 else KeyError("of the model")
+
+    hook = decoder.body.register_forward_pre_hook(fail)
+    with pytest.raises((IndexError, KeyError), match="of the model"):
+        measure(decoder, own, ["sink"])
+    hook.remove()
 
 
 def test_a_text_longer_than_learned_positions_is_refused():

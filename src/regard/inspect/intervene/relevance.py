@@ -21,6 +21,7 @@ output, so M is computed tile by tile from q, k, v, lse and dO, and only the cho
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.training import check_gradients, check_no_dropout, gradients_of
-from regard.inspect.weights.index import counted_rows
+from regard.inspect.weights.index import counted_rows, listed
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Tile
 
@@ -89,8 +90,15 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
     Raises:
         ProblemError: no layers, layers that are not self-attention over the same tokens, or rows that do not exist.
     """
+    rows = listed("row", rows)
     if not weights:
         raise ProblemError("there are no layers: pass the weights of each, from the first to the last.")
+    for layer, one in enumerate(cast("Sequence[object]", weights)):
+        if not isinstance(one, Weights):
+            raise ProblemError(
+                f"layer {layer} is a {type(one).__name__}: expected Weights, such as [call.weights for call in calls] "
+                "of observe(model)."
+            )
     batch, _, queries, tokens = weights[0].shape
     for layer, one in enumerate(weights):
         if (one.shape[0], *one.shape[2:]) != (batch, tokens, tokens) or one.first_positions != (0,):

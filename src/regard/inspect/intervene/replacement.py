@@ -126,7 +126,7 @@ def mean_outputs(
         rows: for a batch, which of its rows count: bool [batch, queries]. None: all, including padding.
 
     Raises:
-        ProblemError: no batches, rows of another shape, or a position that counts in no text.
+        ProblemError: no batches, rows of another shape, or a layer or a position that counts in no text.
 
     >>> from regard.inspect.intervene import ablated, mean_outputs
     >>> from regard.nn import Decoder
@@ -150,6 +150,7 @@ def mean_outputs(
             run(batch)
     if not sums:
         raise ProblemError("no heads attended: pass at least one batch, and a run of attention that is regard's.")
+    _check_counts(counts)
     if not per_position:
         return Mean({site: sums[site].sum(1) / counts[site].sum() for site in sums})
     for site, count in counts.items():
@@ -216,6 +217,17 @@ def _add(
         sums[:, start : start + queries] += of.sum(0)
         counts[start : start + queries] += count.sum(0)
     return sums, counts
+
+
+def _check_counts(counts: Mapping[Site, Tensor]) -> None:
+    """Raise `ProblemError` if no row of a layer counts in any batch: its mean would be NaN."""
+    if without := [site for site, count in counts.items() if not count.any()]:
+        names = [f"{site.layer}" if site.module is None else f"{site.layer} ({site.module})" for site in without]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ProblemError(
+            f"no rows of layer{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more} count, so there is no mean "
+            "of them: expected at least one row in one batch, for which `rows` returns True."
+        )
 
 
 def _recorded(of: Outputs, site: Site) -> Tensor:

@@ -16,7 +16,7 @@ from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.intervene.training import check_no_dropout, without_dropout
 from regard.inspect.names import HeadName, Heads, read_heads
-from regard.inspect.weights.index import counted_rows
+from regard.inspect.weights.index import counted_rows, listed
 from regard.inspect.weights.lazy import Weights
 
 CAVEAT = (
@@ -69,9 +69,9 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
         ProblemError: no heads or rows, some that do not exist, or a row named twice; a layer that attends more than
             once; dropout; a prediction that is no batch of logits.
     """
-    named = read_heads(heads)
+    named, rows = read_heads(heads), listed("row", rows)
     if not named or not rows:
-        raise ProblemError(f"heads are {named} and rows {tuple(rows)}: name at least one of each.")
+        raise ProblemError(f"heads are {named} and rows {rows}: name at least one of each.")
     sites, own = Sites(named), dict[Site, OwnRows]()
 
     def look(site: Site, call: Call) -> None:
@@ -89,7 +89,7 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
     batch = next(iter(own.values())).weights.shape[0]
     if logits.ndim < 2 or logits.shape[0] != batch:
         raise ProblemError(f"predict returned {list(logits.shape)}: expected logits [{batch}, ..., classes].")
-    return Baseline(model, predict, named, tuple(rows), own, logits.double().log_softmax(-1))
+    return Baseline(model, predict, named, rows, own, logits.double().log_softmax(-1))
 
 
 def _own(call: Call, heads: list[int], rows: Sequence[int]) -> OwnRows:

@@ -121,9 +121,9 @@ def observe(
             stay (`read_calls` reads them).
 
     Raises:
-        ProblemError: `model` is no module; none of the model's attention was observed; a named layer did not attend;
-            `values` or `to` together with `each`, which records no calls; `to` is a device that does not exist; or a
-            call inside of torch.vmap would be recorded.
+        ProblemError: `model` is no module, or `each` no function; none of the model's attention was observed; a named
+            layer did not attend; `values` or `to` together with `each`, which records no calls; `to` is a device that
+            does not exist, or empty; or a call inside of torch.vmap would be recorded.
 
     Modules that torch.compile compiled before the block run uncompiled within it, as compiled attention cannot be
     observed.
@@ -149,6 +149,8 @@ def observe(
     wanted = None if layers is None else _layer_numbers(layers)
     if each is None:
         return _record(model, wanted, values, to)
+    if not callable(each):
+        raise ProblemError(f"each is {received(each)}: expected a function of a Look, as lambda look: look.weights.")
     if values or to is not None:
         raise ProblemError(
             f"values={values} and to={to!r} say how calls are recorded, and with each=... only its results are: omit "
@@ -168,11 +170,12 @@ def _check_model(model: object) -> None:
 
 def _layer_numbers(layers: int | Collection[int]) -> set[int]:
     """The layers as a set. Raises `ProblemError` for a value that is not an integer."""
-    several: list[Any] = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
-    indices = {number for number in map(index_of, several) if number is not None}
-    if len(indices) < len(set(several)):
+    value: Any = layers
+    is_one = isinstance(value, str) or not isinstance(value, Iterable) or index_of(value) is not None
+    indices = [index_of(layer) for layer in ([value] if is_one else value)]
+    if None in indices:
         raise ProblemError(f"layers is {layers!r}: expected the number of a layer or of several, counted from 0.")
-    return indices
+    return {index for index in indices if index is not None}
 
 
 @contextmanager

@@ -152,6 +152,8 @@ class Memory:
 @contextmanager
 def recorder(to: To) -> Generator[Memory | Folder]:
     """Records calls; a temporary folder is removed when the block ends."""
+    if to == "":  # as a path, it is the working directory
+        raise ProblemError("to is '': expected a device, 'disk' or the name of a folder; '.' is the working directory.")
     device = _device(to)
     _check_exists(device)
     if to is None or device is not None:

@@ -181,8 +181,11 @@ def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
     else:
         ids = token_ids(text_or_ids)
     ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ProblemError(f"the text is {list(ids.shape)} tokens: expected [tokens] or [batch, tokens], 2 at least.")
+    if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise ProblemError(
+            f"the text is {list(ids.shape)} tokens: expected [tokens] or [batch, tokens], a batch of 1 or more and 2 "
+            "tokens or more."
+        )
     return ids.long()
 
 
@@ -200,11 +203,35 @@ def _check_length(model: Any, tokens: int) -> None:
 
 def _drawn_from(model: Any, tokenizer: Any) -> list[int]:
     """The ids to draw random tokens from; without a tokenizer the middle eight tenths of the vocabulary."""
-    tables = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
-    embeddings = next(tables, 0)
+    embeddings = _embeddings(model)
     if tokenizer is not None:
         return plain_tokens(tokenizer, embeddings)
     return list(range(embeddings // 10, embeddings - embeddings // 10))
+
+
+def _embeddings(model: Any) -> int:
+    """The token ids that the model has an embedding for; 0 if it has none."""
+    tables = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    return next(tables, 0)
+
+
+def _checking_ids(model: Any, run: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`run`, with a `ProblemError` in place of an `IndexError` for token ids that have no embedding."""
+
+    def checked(ids: Tensor) -> Any:
+        try:
+            return run(ids)
+        except IndexError as error:
+            embeddings = _embeddings(model)
+            without = ids[(ids < 0) | (ids >= embeddings)].tolist()
+            if not embeddings or not without:
+                raise
+            raise ProblemError(
+                f"the text has token id {without[0]}, and the model has ids 0 to {embeddings - 1}: pass ids of its "
+                "own tokenizer."
+            ) from error
+
+    return checked
 
 
 def _parts(model: Any, measures: Iterable[Measure]) -> Parts | None:
@@ -226,12 +253,12 @@ def _running(model: Any) -> Generator[tuple[nn.Module, Callable[[Tensor], Any]]]
     """The module to observe and the function that runs it, in evaluation mode; restored afterwards."""
     if hasattr(model, "set_attn_implementation"):
         with prepared(model) as surveyed:
-            yield surveyed.model, surveyed.run
+            yield surveyed.model, _checking_ids(model, surveyed.run)
         return
     if not isinstance(model, nn.Module):
         raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers or of regard.nn.")
     with evaluating(model):
-        yield model, model
+        yield model, _checking_ids(model, model)
 
 
 def _stack(rows: Iterable[Tensor]) -> Tensor:

@@ -1,12 +1,13 @@
 """Indices of heads, layers and tokens: integers of Python or NumPy, or tensors with one element."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 
 Indices = Tensor | Sequence[int]
@@ -48,6 +49,22 @@ def index_pairs(
                 "count from the first query of the call."
             )
     return i.long(), j.long()
+
+
+def listed(kind: str, rows: object) -> tuple[Any, ...]:
+    """The rows, or tokens, of a list, a tuple, an array or a tensor; not checked, but Python's own where integers.
+
+    Raises:
+        ProblemError: it lists none, as a single integer.
+
+    >>> listed("row", torch.tensor([3, -1])), listed("row", [0, 1.5])
+    ((3, -1), (0, 1.5))
+    """
+    if not isinstance(rows, Iterable) or isinstance(rows, str) or getattr(rows, "ndim", 1) == 0:
+        such = [0, -1] if (number := index_of(rows)) is None else [number]
+        raise ProblemError(f"{kind}s is {received(cast(object, rows))}: expected several, such as {such}.")
+    several = cast("Iterable[Any]", rows)
+    return tuple(one if (number := index_of(one)) is None else number for one in several)
 
 
 def counted_rows(kind: str, rows: Sequence[int], of: int) -> tuple[int, ...]:

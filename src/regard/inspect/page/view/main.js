@@ -40,6 +40,8 @@ function makeControls() {
     ...kinds.map((kind) => chip(kind, kind, heads.filter((head) => head.kind === kind).length)),
   );
   $("theme").onclick = () => update({ theme: theme() === "dark" ? "light" : "dark" });
+  // The address stores the view; in a frame of a notebook, "#notes" would load the notebook.
+  $("to-notes").onclick = (event) => (event.preventDefault(), $("notes").scrollIntoView());
 }
 
 function drawControls() {
