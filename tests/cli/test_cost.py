@@ -49,6 +49,7 @@ def test_every_model_is_shown_with_units_of_one_kind(name, capsys):
 def test_what_does_not_fit_says_how_many_would(capsys):
     out = shown(capsys, "llama-2-70b", "--machine", "h100")
     assert "It does not fit: 128 GiB of weights, 90 % of 80.00 GiB. Try --machine 2xh100." in out
+    assert re.search(r"Try --machine \d+xrtx-4090\.", shown(capsys, "llama-2-70b", "--machine", "2xrtx-4090"))
     out = shown(capsys, "llama-3-8b", "--batch", "100", "--machine", "a100", "--context", "8k")
     assert "It does not fit (115 GiB) in 90 % of 80.00 GiB: at most" in out
 
@@ -125,6 +126,9 @@ def test_the_plot_is_a_picture_of_two_panels(tmp_path, capsys):
     [
         (["llama-2-80b"], "unknown model 'llama-2-80b'. Near: llama-2-70b"),
         (["llama-2-7b", "--machine", "h1000"], "unknown machine 'h1000'. Near: h100"),
+        (["llama-2-7b", "--machine", "8xthis-cpu"], "'8xthis-cpu': 'this-cpu' is the machine at hand, one alone"),
+        ([""], "the name of the model is empty"),
+        (["llama-2-7b", "--cache", "int8", "--page-size", "7"], "pages of 7 tokens with int8: the codes of 16 tokens"),
         (["llama-2-7b", "--machine", "0xh100"], "'0xh100' is zero machines: expected 1xh100 or more"),
         (["llama-2-7b", "--sinks", "4"], "add --window"),
         (["llama-2-7b", "--window", "4", "--sinks", "4"], "--window 4 counts its 4 sinks"),

@@ -57,6 +57,8 @@ def test_several_machines_share_the_work():
 def test_unknown_machines_and_types_list_what_there_is():
     with pytest.raises(ProblemError, match=r"unknown machine 'h300'. Near: h200, h100"):
         find_machine("h300")
+    with pytest.raises(ProblemError, match=r"^'8xthis': 'this' is the machine at hand, one alone: expected 'this'.$"):
+        find_machine("8xthis")
     with pytest.raises(ProblemError, match=r"V100.* has no published FLOP/s of int8: expected one of float16"):
         find_machine("v100").peak("int8")
 

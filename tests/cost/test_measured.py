@@ -14,11 +14,14 @@ from regard.cost import Attention, Pattern, Storage, call_cost, find_machine, tr
 from regard.cost.config import from_config
 from regard.cost.fields import from_fields
 from regard.cost.model import Layer, Mlp, Model
-from regard.cost.storage import cache_bytes, stored_bytes
+from regard.cost.storage import TILE, VALUE_CHUNK, cache_bytes, stored_bytes
 from regard.cost.training import layer_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step
+from regard.errors import ProblemError
 from regard.integrate import regard_cache, use_regard
 from regard.integrate.cache_argument import as_argument, cache_of
+from regard.storage.codec import CHUNK
+from regard.storage.codec import TILE as TOKENS
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
@@ -195,6 +198,33 @@ def test_pages_hold_whole_pages(tokens):
     assert cache.bytes == 2 * stored_bytes(PLAIN, tokens, Storage(), 2)
     assert cache.bytes <= counted <= cache.allocated_bytes
     assert counted % (16 * PLAIN.cached * 2) == 0
+
+
+@pytest.mark.parametrize(("codec", "kind"), [(Int8, "int8"), (Int4, "int4"), (Fp8, "fp8")])
+@pytest.mark.parametrize(("page", "group"), [(16, 32), (32, 32), (64, 32), (48, 32), (16, 64), (32, 128)])
+@pytest.mark.parametrize(("sinks", "residual"), [(4, 32), (0, 0), (40, 20)])
+def test_pages_of_codes_hold_the_bytes_that_are_counted(codec, kind, page, group, sinks, residual):
+    options = {"group": group, "sinks": sinks, "residual": residual}
+    for tokens in (1, 16, 100, 256, 331):
+        cache = filled(KVCache(Paged(page), codec(**options)), tokens)
+        counted = 2 * stored_bytes(PLAIN, tokens, Storage(kind, page=page, **options), 2)
+        free = -tokens % page  # tokens of the last page, which counts whole
+        assert cache.bytes == counted - 2 * free * PLAIN.cached * 2
+        assert counted <= cache.allocated_bytes
+
+
+@pytest.mark.parametrize("page", [7, 8, 40])
+@pytest.mark.parametrize(("codec", "kind"), [(Int8(), "int8"), (Int4(), "int4"), (Fp8(), "fp8")])
+def test_pages_that_no_cache_has_are_refused_as_by_the_cache(codec, kind, page):
+    with pytest.raises(ProblemError) as of_cache:
+        KVCache(Paged(page), codec)
+    with pytest.raises(ProblemError) as of_cost:
+        Storage(kind, page=page)
+    assert str(of_cost.value) == str(of_cache.value).replace(repr(codec), kind)
+
+
+def test_constants_of_codecs_are_those_of_the_codecs():
+    assert (TILE, VALUE_CHUNK) == (TOKENS, CHUNK)
 
 
 @pytest.mark.parametrize(("codec", "kind"), [(None, "bfloat16"), (Int8(), "int8"), (Int4(), "int4")])

@@ -194,6 +194,13 @@ def test_pages_waste_what_their_last_one_does_not_fill():
     assert cache_bytes(model, 100, storage=Storage(page=16)) == 112 * token_bytes(model)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_a_token_of_codes_in_pages_takes_its_share_of_scales(kind):
+    model, storage = find_model("llama-2-7b"), Storage(kind, group=64, page=16)
+    more = cache_bytes(model, 64 * 300, storage=storage) - cache_bytes(model, 64 * 200, storage=storage)
+    assert more == 64 * 100 * token_bytes(model, storage)
+
+
 @pytest.mark.parametrize(
     ("window", "kinds"),
     [(1000, ["window 1,000 + 4 sinks"] * 2), (5000, ["window 4,096", "window 5,000 + 4 sinks"])],
@@ -210,6 +217,8 @@ def test_what_ifs_are_changes_alone():
     names = [name for name, _ in cost("deepseek-v3", context=2048).what_if()]
     assert names == ["as it is", "int8 cache", "int4 cache"]
     assert [name for name, _ in cost("bert-base").what_if()] == ["as it is"]
+    names = [name for name, _ in cost("llama-2-70b", context=2048, storage=Storage(page=7)).what_if()]
+    assert names == ["as it is", "MHA", "MQA", "MLA"]  # no codes in pages of 7 tokens
     names = [name for name, _ in cost("gemma-2b", context=2048).what_if()]  # which has 8 heads
     assert names == ["as it is", "MHA", "MLA", "int8 cache", "int4 cache"]
 
@@ -242,6 +251,7 @@ def test_attention_of_two_calls_has_no_latents():
         ({"model": "llama-2-70b", "dtype": 3}, "unknown dtype '3'. Known: float64"),
         ({"model": "llama-2-70b", "storage": 3}, "storage is 3: expected a name such as 'int8'"),
         ({"model": "llama-2-70b", "machine": 3}, "machine is 3: expected a name such as 'h100'"),
+        ({"model": ""}, "the name of the model is empty: expected a published model or a folder"),
         ({"model": None}, "model is None: expected the name of a published model"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard import __version__
 from regard.cli.argument_types import chosen_options, count, rate
-from regard.cli.generate_options import SINKS
+from regard.cli.generate_options import SINKS, SINKS_HELP
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_text
 from regard.errors import ProblemError
 
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
     group.add_argument("--cache", choices=CACHES, default="dense", help="how keys and values are stored")
     group.add_argument("--group-size", type=size, metavar="N", help="elements that share a scale (int8, int4, fp8)")
     group.add_argument("--window", type=size, metavar="N", help="keep the first and the last tokens, N in all")
-    group.add_argument("--sinks", type=count(0), metavar="N", help=f"first tokens kept by --window (default: {SINKS})")
+    group.add_argument("--sinks", type=count(0), metavar="N", help=SINKS_HELP)
     group.add_argument("--page-size", type=size, metavar="N", help="keep tokens in pages of N")
     group = parser.add_argument_group("sharded sequences")
     group.add_argument("--ranks", type=count(2), metavar="N", help="machines that each have a part of the sequence")

@@ -186,7 +186,7 @@ def _larger(c: ModelCost, machine: Machine) -> str:
     if machine.name in THIS:
         return "another --machine"
     count = -(-c.weight_bytes // int(machine.memory // machine.count * USABLE))
-    return f"--machine {count}x{machine.name.rpartition('x')[2] if machine.count > 1 else machine.name}"
+    return f"--machine {count}x{machine.name.partition('x')[2] if machine.count > 1 else machine.name}"
 
 
 def _what_if(current: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list[str]:
@@ -287,12 +287,12 @@ def big(count: int) -> str:
 def duration(seconds: float | None) -> str:
     """A time.
 
-    >>> duration(0.0234), duration(2.5), duration(0.0000234), duration(None)
-    ('23.4 ms', '2.5 s', '23.4 us', '-')
+    >>> duration(0.0234), duration(2.5), duration(0.0000234), duration(None), duration(0.9997)
+    ('23.4 ms', '2.5 s', '23.4 us', '-', '1,000 ms')
     """
     if seconds is None:
         return "-"
     value, unit = (
         (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms") if seconds >= 1e-3 else (1e6 * seconds, "us")
     )
-    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:,.3g} {unit}"
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:,.3g} {unit}"

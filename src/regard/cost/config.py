@@ -35,6 +35,8 @@ def read_config(path: Path) -> Model:
     """The model that a config.json describes."""
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ProblemError(f"{path} is no config.json: its lists or objects are nested too deep.") from None
     except OSError as error:
         raise ProblemError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:

@@ -38,6 +38,9 @@ FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "sha
 AT_LEAST_ONE = ("d_model", "layers", "encoder_layers", "heads", "vocab", "window")
 """Fields that are not zero."""
 
+MOST_LAYERS = 10_000
+"""More layers are a damaged file: each is a value in memory, and the costs of 10,000 take some seconds."""
+
 
 def checked_value(name: str, field: str, key: str, value: Any) -> Any:
     """The value of a key of the config.json as the value of a field."""
@@ -52,4 +55,6 @@ def checked_value(name: str, field: str, key: str, value: Any) -> Any:
         raise ProblemError(f"{name}: {key} is {value!r}: expected {expected}.")
     if value < (least := int(field in AT_LEAST_ONE)):
         raise ProblemError(f"{name}: {key} is {value}: expected {least} or more.")
+    if field in ("layers", "encoder_layers") and value > MOST_LAYERS:
+        raise ProblemError(f"{name}: {key} is {value}: expected {MOST_LAYERS} or less.")
     return value

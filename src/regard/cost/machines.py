@@ -40,6 +40,8 @@ def find_machine(name: str) -> Machine:
     names = {alias: each for each, row in table("machines.toml").items() for alias in (each, *row.get("aliases", ()))}
     if several is None and (zero := re.fullmatch(r"0+x-?(.+)", plain, re.ASCII)) and zero[1] in names:
         raise ProblemError(f"{name!r} is zero machines: expected 1x{zero[1]} or more.")
+    if several and plain in THIS:
+        raise ProblemError(f"{name!r}: {plain!r} is the machine at hand, one alone: expected {plain!r}.")
     if plain not in names:
         raise unknown_name("machine", plain, machine_names())
     return _times(_machine(names[plain]), count)

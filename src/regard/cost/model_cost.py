@@ -176,7 +176,7 @@ class ModelCost:
             if changed is not None and changed.attention is not None and changed.attention.kind == name:
                 yield name, replace(self, model=changed)
         for kind in ("int8", "int4"):
-            if self.storage.kind != kind and self.cache_bytes > self.state_bytes:
+            if self.storage.kind != kind and self.storage.takes_codes and self.cache_bytes > self.state_bytes:
                 yield f"{kind} cache", replace(self, storage=replace(self.storage, kind=kind))
         windowed = self.model_with_window(WINDOW, SINKS)
         if windowed != self.model and self.context > WINDOW + SINKS:

@@ -49,6 +49,8 @@ def load_model(name: str) -> Model:
     Raises:
         ProblemError: there is no such model; the file is no configuration, or one that cannot be counted.
     """
+    if not name:
+        raise ProblemError("the name of the model is empty: expected a published model or a folder with a config.json.")
     path = expanded(name)
     if path.is_dir() or path.suffix == ".json":
         return read_config(path / "config.json" if path.is_dir() else path)

@@ -9,11 +9,12 @@
 
 The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`). With a page size, the last
 page of a row counts whole: at least `KVCache.bytes`, which counts its tokens, and at most `KVCache.allocated_bytes`,
-which counts free pages too. Of codes in pages it is an estimate: `Paged` encodes whole pages, other tokens stay plain.
-So it is of codes in a window: in `Rolling` a few groups more, or fewer, stay plain. Keys and values of cross-attention
-are always plain and in no pages, as in `regard.integrate.cache.PairedCache`.
+which counts free pages too. `Paged` encodes whole pages, so scales of keys are shared by gcd(page, group) tokens. Of
+codes in a window it is an estimate: in `Rolling` a few groups more, or fewer, stay plain. Keys and values of
+cross-attention are always plain and in no pages, as in `regard.integrate.cache.PairedCache`.
 """
 
+import math
 from dataclasses import dataclass
 
 from regard.cost.model import Attention, Model
@@ -28,6 +29,9 @@ CODECS = ("int8", "int4", "fp8")
 SCALE = 2
 """Bytes of a scale or of a zero point: bf16."""
 
+TILE = 16
+"""Tokens that are adjacent in codes of keys (`regard.storage.codec.TILE`): pages and groups are multiples."""
+
 VALUE_CHUNK = 32
 """int4 codes of values come in chunks of 32 channels (`regard.storage.codec.CHUNK`)."""
 
@@ -39,7 +43,7 @@ class Storage:
     Args:
         kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec.
         group, residual, sinks: of the codec, as of `regard.cache.Int8`.
-        page: tokens of a page, which counts whole; None: no pages.
+        page: tokens of a page, which counts whole, with a codec a multiple of 16; None: no pages.
 
     Raises:
         ProblemError: the kind is not known, or a number is out of range.
@@ -58,13 +62,28 @@ class Storage:
             check_count(self, name, least)
         if self.page is not None:
             check_count(self, "page", 1)
-        if self.group < 16 or self.group % 16:
-            raise ProblemError(f"group {self.group}: expected a multiple of 16 tokens, 16 or more.")
+        if self.group < TILE or self.group % TILE:
+            raise ProblemError(f"group {self.group}: expected a multiple of {TILE} tokens, {TILE} or more.")
+        if self.page is not None and self.is_coded and not self.takes_codes:
+            raise ProblemError(
+                f"pages of {self.page} tokens with {self.kind}: the codes of {TILE} tokens are interleaved, so a page "
+                f"must be a multiple of {TILE} tokens: {self.page + -self.page % TILE} would do."
+            )
 
     @property
     def is_coded(self) -> bool:
         """Whether keys and values are codes."""
         return self.kind in CODECS
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether its pages, if it has any, can hold codes."""
+        return self.page is None or self.page % TILE == 0
+
+    @property
+    def key_group(self) -> int:
+        """Tokens that share the scales of keys: a group ends where a page ends."""
+        return self.group if self.page is None else math.gcd(self.page, self.group)
 
 
 def check_count(owner: object, name: str, least: int | None) -> None:
@@ -94,20 +113,20 @@ def stored_bytes(a: Attention, context: int, storage: Storage, item: int) -> int
     if a.is_cross:
         return context * a.cached * item
     tokens = a.pattern.stored(context)
-    if storage.page is not None:
-        tokens = -(-tokens // storage.page) * storage.page
+    free = 0 if storage.page is None else -tokens % storage.page  # of the last page
     if not storage.is_coded:
-        return tokens * a.cached * ITEMS[storage.kind]
+        return (tokens + free) * a.cached * ITEMS[storage.kind]
     plain, coded = split_tokens(tokens, storage)
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
     codes = sum(coded_bytes(coded, dim, storage, is_key=is_key) for dim, is_key in dims)
-    return plain * a.cached * item + codes * (1 if a.latent else a.kv_heads)
+    return (plain + free) * a.cached * item + codes * (1 if a.latent else a.kv_heads)
 
 
 def split_tokens(tokens: int, storage: Storage) -> tuple[int, int]:
-    """(tokens that stay plain, tokens that are codes): first ones, and the latest that fill no group, stay plain."""
-    first = min(tokens, -(-storage.sinks // storage.group) * storage.group)
-    coded = max(0, tokens - first - storage.residual) // storage.group * storage.group
+    """(tokens that stay plain, tokens that are codes): codes come in whole groups, or pages, between the plain ones."""
+    unit = storage.page or storage.group
+    first = min(tokens, -(-storage.sinks // unit) * unit)
+    coded = max(0, tokens - first - storage.residual) // unit * unit
     return tokens - coded, coded
 
 
@@ -121,7 +140,7 @@ def coded_bytes(tokens: int, dim: int, storage: Storage, *, is_key: bool) -> int
     halves = (dim + 1) // 2 if is_key else -(-dim // VALUE_CHUNK) * VALUE_CHUNK // 2
     codes = halves if storage.kind == "int4" else dim
     if is_key:
-        return tokens * codes + tokens // storage.group * dim * SCALE * parts
+        return tokens * codes + tokens // storage.key_group * dim * SCALE * parts
     scales = -(-dim // min(storage.group, dim)) if storage.kind == "int4" else 1
     return tokens * (codes + scales * SCALE * parts)
 
