@@ -45,6 +45,9 @@ struct Backward {
     const regard_gradient &g;
     const regard_call &c;
     const Division division;
+    // Each tile is computed once for delta alone where there are few pairs, or a bias learns: an element of a bias by
+    // distance adds the errors of all its pairs.
+    const bool twice;
     QueryRows<K> q, dout;
     BackwardWeights<K> weights;
     BiasGradients<K> biases;
@@ -55,7 +58,13 @@ struct Backward {
     char *end;  // of what is used
 
     Backward(const regard_gradient &gradient, char *scratch)
-        : g(gradient), c(g.call), division(c), weights(g), biases{g, c, division, nullptr}, mean{c, nullptr, V{}, 0} {
+        : g(gradient),
+          c(g.call),
+          division(c),
+          twice(HALF && (division.small || g.ddistance || (g.dbias && !shares_bias(g)))),
+          weights(g),
+          biases{g, c, division, nullptr},
+          mean{c, nullptr, V{}, 0} {
         uintptr_t at = reinterpret_cast<uintptr_t>(scratch);
         const auto take = [&](auto *&p, int64_t n) {
             p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
@@ -111,7 +120,7 @@ struct Backward {
         const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim), v(c.v, lanes.batch, kv, c.v_dim);
         q.fetch(c.q, lanes);
         dout.fetch(g.dout, lanes);
-        weights.prepare(lanes, again, again || division.small ? T(INFINITE) : Largest<T>::LARGE);
+        weights.prepare(lanes, again, again || twice ? T(INFINITE) : Largest<T>::LARGE);
         Walk walk(c.by_query, row_of(lanes), c.keys);
         Block block;
         while (walk.next(c.keys, block)) {
@@ -154,14 +163,14 @@ struct Backward {
     // One tile of queries: its dq is written, its dk and dv are added to the sums.
     regard_status tile(const Lanes &lanes, T *sums, T *ddistance) {
         for (int64_t i = 0; i < dq_rows() * LANES; i += W) store(dq + i, V{});
-        if (HALF && division.small) {  // once for delta alone
+        if (twice) {  // once for delta alone
             if (regard_status status = each_block(lanes, false, [](auto &&...) {})) return status;
             for (int lane = 0; lane < lanes.count; ++lane) correct_delta(lanes, lane);
         }
-        const bool corrects = HALF && !division.small;
+        const bool corrects = HALF && !twice;
         if (corrects) mean.clear();
         const regard_status status =
-            each_block(lanes, HALF && division.small, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {
+            each_block(lanes, twice, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {
                 add_dq(part, k, rows);
                 if (corrects) mean.add(part, k, weights);
                 add_rows(part, weights.ds_rows, q, sums + sum_at(false, part.block.first));

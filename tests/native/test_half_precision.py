@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard import Causal, Documents, Prefix, T5Bias, TensorBias, Window, attend, attend_state
+from regard import Alibi, Bias, Causal, Documents, Prefix, T5Bias, TensorBias, Window, attend, attend_state
 from tests.native.engines import BEST, LEAST_AND_BEST, PLAIN
 from tests.oracle import Case, dense
 
@@ -279,3 +279,27 @@ def test_gradients_of_a_bias_in_half_precision_are_rounded_once(engine: str, dty
     truth = gradient(torch.float64, lambda c: dense(c)[0])
     found = gradient(dtype, lambda c: attend(c.q, c.k, c.v, **c.words, backend=engine))
     assert errors([found], [truth])[0] <= torch.finfo(dtype).eps / 2
+
+
+def falling(slopes: Tensor) -> TensorBias:
+    position = torch.arange(600)
+    return TensorBias(-slopes[:, None, None] * (position[:, None] - position).abs())
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize("made", [lambda slopes: Alibi(slopes=slopes), falling], ids=["slopes", "tensor"])
+def test_slopes_are_learned_as_exactly_where_values_have_a_mean(
+    engine: str, dtype: torch.dtype, made: Callable[[Tensor], Bias]
+):
+    g = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, 600, 64, generator=g).to(dtype) for _ in range(4))
+    v = (v + 2 * torch.randn(64, generator=g)).to(dtype)
+
+    def gradient(wide: torch.dtype, engine: str) -> Tensor:
+        slopes = torch.tensor([0.001, 0.002], requires_grad=True)
+        out = attend(q.to(wide), k.to(wide), v.to(wide), mask=Causal(), bias=made(slopes), backend=engine)
+        return torch.autograd.grad(out, slopes, dout.to(wide))[0]
+
+    truth = gradient(torch.float64, "reference")
+    assert errors([gradient(dtype, engine)], [truth])[0] < 1e-3
