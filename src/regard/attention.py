@@ -29,7 +29,7 @@ from regard.dispatch.step import step
 from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import check_readable
 from regard.plan.pose import capability_of, pose
-from regard.plan.problem import Problem
+from regard.plan.problem import Problem, is_first_of
 from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
@@ -223,6 +223,8 @@ def explain(
             "Expected q.to_local(), k.to_local() and v.to_local(), for the plan of this rank's own block."
         )
     problem, operands = pose(request.resolved())
+    if problem.storage is None and not (problem.transformed or problem.opaque):
+        problem = replace(problem, values_in_keys=is_first_of(operands.v, operands.k))
     problem, machine = _on_device(problem, device)
     plan = choose(problem, operands, backend)
     return plan if machine is None else replace(plan, machine=machine)

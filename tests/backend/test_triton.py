@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard import (
     Alibi,
@@ -230,6 +231,27 @@ def test_layouts_of_memory_are_read_in_place():
     out = attend(q, k, v, mask=Causal(), backend="triton")
     assert out.stride() == q.stride()
     assert torch.equal(out, attend(q.contiguous(), k.contiguous(), v.contiguous(), mask=Causal(), backend="triton"))
+
+
+def test_saved_tensors_may_come_back_in_another_layout():
+    q, k, v = (torch.randn(1, h, n, 16, requires_grad=True) for h, n in ((2, 37), (1, 41), (1, 41)))
+    slopes, sink = torch.ones(2, requires_grad=True), torch.randn(2, requires_grad=True)
+    words: dict[str, Any] = {"bias": Alibi(slopes=slopes), "sink": sink, "mask": Causal(), "backend": "triton"}
+
+    def gradients(unpack: Any) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            out = attend(q, k, v, **words)
+        return torch.autograd.grad(out.sin().sum(), (q, k, v, slopes, sink))
+
+    expected = gradients(lambda t: t)
+    layouts: list[Any] = [lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1), lambda t: pad(t, (0, 1))[..., :-1]]
+    others: list[Any] = [torch.Tensor.half, lambda t: t[..., :9, :] if t.ndim == 4 else t]
+    for unpack in layouts:
+        for found, right in zip(gradients(unpack), expected, strict=True):
+            torch.testing.assert_close(found, right)
+    for unpack in others:
+        with pytest.raises(ProblemError, match=r"^q was saved for the backward pass as torch.float32 \[1, 2, 37, 16\]"):
+            gradients(unpack)
 
 
 @given(mask=masks(23, 29))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import ProblemError
+from regard import ProblemError, explain
 from regard.cache import KVCache
 from regard.cache.store import leading_channels
 from regard.storage.codec import Codec, Fp8, Int4, Int8
@@ -35,6 +35,17 @@ def test_values_are_the_latents_in_the_memory_of_the_keys():
     assert torch.equal(values, x[..., :RANK])
     assert keys.data_ptr() == values.data_ptr()
     assert cache.bytes == BATCH * 71 * (RANK + ROPE) * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_latents_are_read_once(device: str):
+    x = entries_of(71)
+    keys, values = KVCache(Latent(RANK)).append(x.to(device))
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    q = torch.zeros(BATCH, 4, 1, RANK + ROPE, device=device)
+    assert explain(q, keys, values).bytes == x.nbytes + q.nbytes + BATCH * 4 * RANK * 4
+    assert explain(q, keys, values.clone()).bytes == x.nbytes + q.nbytes + BATCH * (4 + 71) * RANK * 4
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from regard import Alibi, ProblemError, RefusalError, T5Bias, TensorBias, attend, explain
+from regard import Alibi, ProblemError, T5Bias, TensorBias, attend, explain
 from regard.describe.bias import Sum
 from regard.describe.mask import CallSizes
 from regard.extend import Bias, spec
@@ -179,10 +179,15 @@ def test_gradients_flow_to_the_tensors_of_a_tuple(kind: Any, made: Any, backend:
         torch.testing.assert_close(found, exact)
 
 
-def test_a_named_tuple_that_a_mode_would_lose_is_refused():
-    q, rate = torch.randn(1, 2, 7, 8), torch.rand(2)
-    with FlopCounterMode(display=False), pytest.raises(RefusalError, match=r"a Rates in a mask or bias.*plain tuple"):
-        attend(q, q, q, bias=Falling(Rates(rate, rate)))
+def test_a_named_tuple_passes_through_a_mode():
+    q, rate = torch.randn(1, 2, 7, 8), torch.rand(2, requires_grad=True)
+    bias = Falling(Rates(rate, rate))
+    expected = attend(q, q, q, bias=bias)
+    (grad,) = torch.autograd.grad(expected.sin().sum(), rate)
+    with FlopCounterMode(display=False):
+        found = attend(q, q, q, bias=bias)
+        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), rate)[0], grad)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_tensors_of_a_tuple_are_widened():

@@ -1,5 +1,6 @@
 """What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
 
+import enum
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard import (
     Alibi,
+    Bias,
     Causal,
     Documents,
     Global,
@@ -44,6 +46,8 @@ from regard import (
 from regard.cache import KVCache, Paged
 from regard.describe.mask import CallSizes
 from regard.describe.spec import spec
+from regard.dispatch.choose import BACKENDS
+from regard.extend import Backend, Kernel, Operands, Problem, Schedule, register_backend
 from regard.linear import linear_attend
 from regard.scores import Bilinear, Gaussian
 from tests.test_native import needs_library
@@ -254,6 +258,106 @@ def test_dropout_in_a_graph_is_seeded_and_differentiated_with_the_same_draw():
     assert torch.equal(function(v), out)
     (grad,) = torch.autograd.grad(out.sum(), v)
     assert torch.allclose((grad * v).sum(), out.sum())
+
+
+class Kind(enum.IntEnum):
+    CAUSAL = 0
+    ALL = 1
+
+
+@spec
+class OfKind(Mask):
+    kind: Kind
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return q >= k if self.kind is Kind.CAUSAL else q >= k * 0
+
+
+@spec
+class FallingOfKind(Bias):
+    kind: Kind
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (k - q) * 1.0 if self.kind is Kind.CAUSAL else (k - q) * 0.0
+
+
+@spec
+class Listed(Bias):
+    slopes: Any
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (k - q) * self.slopes[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"mask": OfKind(Kind.CAUSAL)},
+        {"bias": FallingOfKind(Kind.CAUSAL)},
+        {"bias": Listed([2]) + Alibi(4)},
+        {"bias": Listed([2]), "offset": torch.tensor([12, 7])},
+    ],
+)
+def test_fields_that_no_graph_has_keep_their_types(words: dict[str, Any]):
+    expected = attend(Q, K, V, **words)
+    assert torch.allclose(compiled(lambda q, k, v: attend(q, k, v, **words))(Q, K, V), expected, atol=1e-6)
+    with FlopCounterMode(display=False):
+        assert torch.allclose(attend(Q, K, V, **words), expected, atol=1e-6)
+
+
+@spec
+class Waves(Bias):
+    factors: Tensor
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (self.factors[h] * torch.exp(1j * (q - k))).real
+
+
+def test_gradients_flow_to_a_complex_field_in_a_graph():
+    factors = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, factors: Tensor) -> Tensor:
+        return attend(q, k, v, bias=Waves(factors)).sin().sum()
+
+    (expected,) = torch.autograd.grad(loss(Q, K, V, factors), factors)
+    (found,) = torch.autograd.grad(compiled(loss)(Q, K, V, factors), factors)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@spec
+class FallingAtLearnedRate(Bias):
+    """Reads a weight that is no field."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (k - q) * RATE[h]
+
+
+RATE = torch.nn.Parameter(torch.rand(4))
+
+
+def test_a_bias_that_learns_by_no_field_is_refused_in_a_graph():
+    q = Q.clone().requires_grad_()
+    bias = FallingAtLearnedRate()
+    eager = attend(q, K, V, bias=bias)
+    assert torch.autograd.grad(eager.sin().sum(), RATE)[0].abs().sum() > 0
+    with FlopCounterMode(display=False):
+        out = attend(q, K, V, bias=bias)
+    assert torch.allclose(out, eager, atol=1e-6)
+    with pytest.raises(RefusalError, match="Make it a field of the bias"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_the_output_of_a_graph_is_stored_as_outside_of_one(backend: str | None):
+    def flat(x: Tensor) -> Tensor:
+        q = x.view(2, 11, 4, 8).transpose(1, 2)
+        return attend(q, q, q, mask=Causal(), backend=backend).transpose(1, 2).view(2, 11, 32)
+
+    x = torch.randn(2, 11, 32)
+    expected = attend(*[x.view(2, 11, 4, 8).transpose(1, 2)] * 3, mask=Causal()).transpose(1, 2).flatten(2)
+    for dynamic in (False, True):
+        assert torch.allclose(compiled(flat, dynamic=dynamic)(x), expected, atol=1e-6)
+    assert flat(x.to("meta")).shape == (2, 11, 32)
 
 
 def test_a_module_exports():
@@ -828,20 +932,54 @@ def test_a_trace_of_torch_jit_is_refused_as_its_graph_would_not_compute():
             torch.jit.trace(lambda q, m=mask, b=backend: attend(q, q, q, mask=m, backend=b), (q,), check_trace=False)
 
 
-def test_a_traced_call_with_dropout_touches_the_generator_of_its_own_device_alone(monkeypatch: pytest.MonkeyPatch):
-    devices: list[object] = []
-    fork = torch.random.fork_rng
-
-    def record(*arguments: Any, **options: Any) -> Any:
-        devices.append(arguments[0])
-        return fork(*arguments, **options)
-
-    monkeypatch.setattr(torch.random, "fork_rng", record)
-    q = torch.randn(1, 2, 30, 16)
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=needs_library), "reference"])
+def test_a_traced_call_with_dropout_leaves_torchs_generators_to_other_threads(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("regard.backend.tiled.REMEMBERED", 0)  # so that `reference` computes tiles again
+    monkeypatch.setattr(torch.random, "fork_rng", refuse)
+    q = torch.randn(1, 2, 300, 16)
+    v = torch.randn(1, 2, 300, 16, requires_grad=True)
     with FlopCounterMode(display=False):
         torch.manual_seed(3)
-        out, after = attend(q, q, q, dropout=0.5), torch.rand(1)
+        out, after = attend(q, q, v, dropout=0.5, backend=backend), torch.rand(1)
+        torch.rand(1)  # what another thread draws
+        (dv,) = torch.autograd.grad(out.sum(), v)
+        assert torch.allclose((dv * v).sum(), out.sum(), rtol=1e-4)  # the output is linear in v
         torch.manual_seed(3)
-        assert torch.equal(attend(q, q, q, dropout=0.5), out)
+        assert torch.equal(attend(q, q, v, dropout=0.5, backend=backend), out)
         assert torch.equal(torch.rand(1), after)
-    assert devices == [[], []]
+
+
+def refuse(*_: object, enabled: bool = True, **__: object) -> Any:
+    assert not enabled, "a generator of torch was taken"
+    return nullcontext()
+
+
+class Drawing(Backend):
+    name = "drawing"
+
+    def refusals(self, problem: Problem) -> list[str]:
+        return []
+
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+        def kernel(operands: Operands) -> State:
+            scores = problem.scale * operands.q @ operands.k.mT
+            weights = torch.nn.functional.dropout(scores.softmax(-1), problem.dropout)
+            return State(weights @ operands.v, scores.logsumexp(-1))
+
+        return kernel
+
+
+def test_a_users_backend_draws_the_same_in_the_backward_pass_of_a_traced_call():
+    register_backend(Drawing())
+    try:
+        q, v = torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16, requires_grad=True)
+        with FlopCounterMode(display=False):
+            out = attend(q, q, v, dropout=0.5, backend="drawing")
+            state = torch.get_rng_state()
+            (dv,) = torch.autograd.grad(out.sum(), v)
+            assert torch.equal(torch.get_rng_state(), state)
+        assert torch.allclose((dv * v).sum(), out.sum(), rtol=1e-4)
+    finally:
+        del BACKENDS["drawing"]

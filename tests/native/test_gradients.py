@@ -11,6 +11,7 @@ from regard import (
     Causal,
     KeyLengths,
     Prefix,
+    ProblemError,
     RefusalError,
     T5Bias,
     TensorBias,
@@ -221,3 +222,75 @@ def test_a_pass_that_pauses_after_every_tile_gives_the_same_bits(
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(paused, whole, strict=True))
+
+
+def by_columns(t: Tensor) -> Tensor:
+    return t.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def with_gaps(t: Tensor) -> Tensor:
+    return torch.nn.functional.pad(t, (0, 1))[..., :-1]
+
+
+def expanded(t: Tensor) -> Tensor:
+    """The bias has equal rows."""
+    return t[:, :, :1].expand(t.shape) if t.shape == (1, 4, 70, 90) else t
+
+
+def negated(t: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(t), t).conj().imag if t.is_floating_point() else -t
+
+
+def same(t: Tensor) -> Tensor:
+    return t
+
+
+UNPACKED: dict[str, tuple[Any, Any]] = {
+    "by columns": (same, by_columns),
+    "with gaps": (same, with_gaps),
+    "expanded": (same, expanded),
+    "lazily negated": (torch.neg, negated),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+@pytest.mark.parametrize("engine", [BEST, PLAIN])
+def test_saved_tensors_may_come_back_in_another_layout(engine: str, name: str):
+    q, k, v = (torch.randn(2, h, n, 16) for h, n in ((4, 70), (2, 90), (2, 90)))
+    slopes, bias, sink = torch.ones(4), torch.randn(1, 4, 1, 90).repeat(1, 1, 70, 1), torch.randn(4)
+    leaves = [t.requires_grad_() for t in (q, k, v, slopes, bias, sink)]
+    both = Alibi(slopes=slopes) + TensorBias(bias)
+    words: dict[str, Any] = {"bias": both, "sink": sink, "mask": Causal(), "backend": engine}
+
+    def gradients(pack: Any, unpack: Any) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = attend(q, k, v, **words)
+        return torch.autograd.grad(out.sin().sum(), leaves)
+
+    for found, right in zip(gradients(*UNPACKED[name]), gradients(same, same), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.bfloat16(), r"q was saved .* as torch.float32 \[1, 2, 70, 16\] on cpu, and came .*bfloat16"),
+        (lambda t: t.double(), r"q was saved .* came back as Tensor, torch.float64"),
+        (lambda t: t[:, :, :9] if t.shape[2:] == (90, 8) else t, r"v was saved .* came back as .* \[1, 2, 9, 8\]"),
+        (lambda t: t[:1] if t.ndim == 1 else t, r"sink was saved .* came back as .* \[1\]"),
+        (lambda t: t[:, :9] if t.shape == (2, 159) else t, r"a bias by distance was saved .* came back as .* \[2, 9\]"),
+        (lambda t: t[..., :9] if t.shape[3:] == (90,) else t, r"a bias was saved .* came back as .* \[1, 2, 70, 9\]"),
+        (lambda t: t.half() if t.shape[2:] == (70, 8) else t, r"out was saved .* came back as .*float16"),
+        (lambda t: t[..., :9] if t.ndim == 3 else t, r"lse was saved .* came back as .* \[1, 2, 9\]"),
+        (lambda t: t.to("meta"), r"q was saved .* came back as .* on meta"),
+    ],
+    ids=["bfloat16", "float64", "keys", "sink", "distance", "bias", "out", "lse", "meta"],
+)
+def test_saved_tensors_that_come_back_as_others_are_an_error(change: Any, says: str):
+    q, k, v = (torch.randn(1, 2, n, dim, requires_grad=True) for n, dim in ((70, 16), (90, 16), (90, 8)))
+    slopes, bias, sink = torch.ones(2), torch.randn(1, 2, 70, 90), torch.randn(2)
+    bias.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(change, same):
+        out = attend(q, k, v, bias=Alibi(slopes=slopes) + TensorBias(bias), sink=sink, backend=BEST)
+    with pytest.raises(ProblemError, match=says):
+        out.sum().backward()

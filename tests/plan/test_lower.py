@@ -1,9 +1,13 @@
 """Lowering: each step says the same problem, is named in the plan, and acts on the operands of every call."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, T5Bias, TensorBias, attend, explain
+from regard import Alibi, ProblemError, T5Bias, TensorBias, attend, explain
+from regard.extend import Bias, spec
 from tests.oracle import Case, dense
 from tests.test_native import needs_library
 
@@ -55,3 +59,28 @@ def test_gradients_pass_through_the_steps():
         for engine in (None, "reference")
     )
     assert all(torch.allclose(x, y, atol=1e-14) for x, y in zip(found, truth, strict=True))
+
+
+@spec
+class Whole(Bias):
+    """The distance, in a type."""
+
+    dtype: torch.dtype
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (q - k).to(self.dtype)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("dtype", "says"),
+    [
+        (torch.bool, r"returned torch.bool; expected numbers to add to scores; to hide pairs, define keep of a Mask"),
+        (torch.complex64, r"returned torch.complex64; expected numbers to add to scores\.$"),
+    ],
+)
+def test_the_value_of_a_bias_is_numbers_that_can_be_added(dtype: torch.dtype, says: str):
+    for bias in (Whole(dtype), Whole(dtype) + TensorBias(torch.randn(5, 9))):
+        with pytest.raises(ProblemError, match=rf"^Whole\(.*\): value\(b, h, q, k\) {says}"):
+            attend(Q, K, V, bias=bias)
+    assert attend(Q, K, V, bias=Whole(torch.int32)).isfinite().all()

@@ -29,6 +29,7 @@ from regard.backend.native_inputs import (
     TILES,
     WORKSPACE,
     Inputs,
+    in_place,
     inputs_of,
     opened_over,
     tensor_fields,
@@ -37,9 +38,11 @@ from regard.backend.native_inputs import (
 from regard.backend.native_repeated import Like, repeated, repeated_stored
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.huge_pages import advise_huge_pages, allocator_like
+from regard.plan.checks import Saved
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
+from regard.seeds import draw
 from regard.state import State
 from regard.wide import wide_of
 
@@ -116,8 +119,8 @@ class _Kernel:
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
             return self._differentiable(operands, None)
-        q, k, v, _, bias, sink, _, stored, offset, _, wants_lse = operands
-        tiles, seed = self._tiles(operands), self._seed() if self.problem.dropout else 0
+        q, k, v, _, bias, sink, _, stored, offset, _, wants_lse, _ = operands
+        tiles, seed = self._tiles(operands), self._seed(operands) if self.problem.dropout else 0
         if bias is None and sink is None and not seed and stored is None and tiles.number:
             return State(*self.run(self.form, q, k, v, tiles, offset, wants_lse))
         return State(*self.compute(inputs_of(self.problem, operands), tiles, offset, seed, wants_lse))
@@ -256,12 +259,14 @@ class _Kernel:
 
     def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
-        call = self._tiles(operands), operands.offset, self._seed(), is_part
+        call = self._tiles(operands), operands.offset, self._seed(operands), is_part
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
-    def _seed(self) -> int:
-        return int(torch.randint(1 << 62, (), device="cpu")) if self.problem.dropout else 0
+    def _seed(self, operands: Operands) -> int:
+        if not self.problem.dropout:
+            return 0
+        return draw() if operands.seed is None else operands.seed
 
 
 class _Attention(torch.autograd.Function):
@@ -285,13 +290,14 @@ class _Attention(torch.autograd.Function):
             out, lse = state.out.detach(), state.lse.detach()
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.call = kernel, (tiles, offset, seed, is_part)
+        ctx.kernel, ctx.call, ctx.saved = kernel, (tiles, offset, seed, is_part), Saved.of(parts)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         wanted = _Wanted(*ctx.needs_input_grad[6:])
-        found = _Gradient.apply(ctx.kernel, *ctx.call, wanted, *grads, *ctx.saved_tensors)
+        saved = ctx.saved.given_back(ctx.saved_tensors, distance_learns=wanted.distance)
+        found = _Gradient.apply(ctx.kernel, *ctx.call, wanted, *grads, *saved)
         return None, None, None, None, None, None, *cast(Any, found)
 
 
@@ -317,6 +323,8 @@ class _Gradient(torch.autograd.Function):
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.resolve_neg().contiguous()
         inputs = Inputs(*cast(Any, parts))
+        if inputs.bias is not None:
+            inputs = inputs._replace(bias=in_place(inputs.bias, wanted.bias, kernel.wide))
         return kernel.gradients(inputs, tiles, offset, seed, is_part, wanted, State(out, lse), dout, dlse)
 
     @staticmethod

@@ -62,7 +62,7 @@ def _bias(p: Problem, operands: Operands) -> Tensor | None:
     if not terms:
         return None
     (whole,) = cast("list[TensorBias]", terms)
-    return _in_place(whole.rows(operands.q.shape[2], operands.offset), p.grad, wide_of(p.dtype))
+    return in_place(whole.rows(operands.q.shape[2], operands.offset), p.grad, wide_of(p.dtype))
 
 
 def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
@@ -106,7 +106,7 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
-def _in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
+def in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
     """A bias tensor of four axes in a type that the library reads, with stride 0 for axes of one element only."""
     if t.dtype not in native_calls.DTYPES:
         t = t.to(wide)

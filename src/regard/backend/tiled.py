@@ -31,6 +31,7 @@ from regard.plan.checks import is_finite
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
+from regard.seeds import mixed
 from regard.state import State, fold_sink
 from regard.wide import wide_of
 
@@ -135,7 +136,7 @@ def _map(block: _Block) -> State:
         if not again:
             return State(*tile(t, block.k, block.v))
         others = _unchanged(block.q, block.operands.bias, block.score, block.sink)
-        keep_rng = problem.dropout > 0
+        keep_rng = problem.dropout > 0 and block.operands.seed is None
         return State(*checkpoint(tile, t, block.k, block.v, *others, use_reentrant=False, preserve_rng_state=keep_rng))
 
     return _joined([remembered(t) for t in range(schedule.query_tiles)], dim=2)
@@ -228,9 +229,20 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> _Chunk
     weights = weights / total[..., None]
     if keep is not None and (block.guarded or block.problem.grad):  # masked keys weigh 0 in a row that is NaN, too
         weights = torch.where(keep, weights, 0.0)
-    weights = F.dropout(weights, block.problem.dropout)
+    weights = _dropped(block, weights, first, pieces)
     out = weighted_values(weights, v, keep if block.guarded else None)
     return _Chunk(out, top[..., 0], torch.where(empty, -torch.inf, torch.log(total)))
+
+
+def _dropped(block: _Block, weights: Tensor, first: int, pieces: list[_Piece]) -> Tensor:
+    """The weights after dropout. With a seed, each chunk draws from one of its own, whatever was drawn before."""
+    dropout, seed = block.problem.dropout, block.operands.seed
+    if seed is None or not dropout:
+        return F.dropout(weights, dropout)
+    own = mixed(seed, block.row + first // block.schedule.tile, pieces[0].start)
+    random = torch.Generator(weights.device).manual_seed(own)
+    kept = torch.empty_like(weights).bernoulli_(1 - dropout, generator=random)
+    return weights * (kept / (1 - dropout))
 
 
 def _compared(block: _Block, q: Tensor, k: Tensor, guarded: bool) -> Tensor:

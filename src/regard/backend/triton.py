@@ -20,11 +20,13 @@ from torch import Tensor
 from regard.backend.contract import Backend, Kernel, refuse_batched, second_derivative
 from regard.describe.bias import TensorBias
 from regard.gpu.call import Call, Inputs
+from regard.plan.checks import Saved
 from regard.plan.distance import vectors
 from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
+from regard.seeds import draw
 from regard.state import State
 
 LARGEST_DIM = 256
@@ -148,7 +150,7 @@ class _Kernel:
 
         p = self.problem
         inputs = self._inputs(operands)
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if p.dropout else 0
+        seed = (draw() if operands.seed is None else operands.seed) if p.dropout else 0
         call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed, is_part)
         if self.decodes:
             from regard.gpu.few_rows import decode
@@ -201,12 +203,14 @@ class _Attention(torch.autograd.Function):
         out, lse = run(call, inputs) if state is None else (state.out.detach(), state.lse.detach())
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.saved = call, Saved.of(parts)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found = _Gradient.apply(ctx.call, ctx.needs_input_grad[2:], *grads, *ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[2:]
+        saved = ctx.saved.given_back(ctx.saved_tensors, distance_learns=wanted[4])
+        found = _Gradient.apply(ctx.call, wanted, *grads, *saved)
         return None, None, *cast("tuple[Any, ...]", found)
 
 

@@ -82,6 +82,10 @@ def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions
         raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {type(values).__name__}; expected a tensor.")
     if (wrong := wrong_shape(values, b, h, q, k)) is not None:
         raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {wrong}.")
+    if values.dtype == torch.bool or values.is_complex():
+        hint = "" if values.is_complex() else "; to hide pairs, define keep of a Mask and pass it as mask="
+        expected = f"expected numbers to add to scores{hint}"
+        raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {values.dtype}; {expected}.")
     return values
 
 

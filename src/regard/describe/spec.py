@@ -20,6 +20,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 from weakref import WeakValueDictionary, ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -311,6 +312,15 @@ class Spec:
             return False  # it may have more attributes
         return not self._more() and all(map(_can_be_serialized, self.parts()))
 
+    @classmethod
+    def is_own(cls) -> bool:
+        """Whether the class is one of regard's."""
+        return cls._kind.is_own
+
+    def has_plain_fields(self) -> bool:
+        """Whether each field of it, and of the specs in it, can be serialised."""
+        return all(map(_has_plain_fields, self.parts()))
+
     def _more(self) -> dict[str, Any]:
         """The attributes besides the fields, of a class that is not regard's: `__post_init__` may have set them."""
         if self._kind.is_own:
@@ -489,15 +499,22 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return '{"tuple": [' + ", ".join(inner) + "]}"
     if part is None:
         return "null"
-    if isinstance(part, bool):
-        return "true" if part else "false"
-    if isinstance(part, str):
-        return '"' + part.replace("\\", r"\\").replace('"', r"\"") + '"'  # torch cannot trace json.dumps
-    if isinstance(part, float):
-        return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
     if isinstance(part, torch.SymFloat):  # the graph would truncate it to an integer
         raise TypeError("a float that torch.compile traces cannot be part of a mask or bias in a graph: use float(x).")
-    ints.append(part)
+    if isinstance(part, np.float64):
+        part = float(part)
+    if isinstance(part, int | float | str | list | dict) and not _is_serialized_as_it_is(part):
+        raise RefusalError(
+            f"a {type(part).__name__} in a mask, bias or score cannot pass through torch.compile, torch.export or a "
+            "dispatch mode such as torch's FLOP counter: give it as a number, a text or a tensor."
+        )
+    if type(part) is bool:
+        return "true" if part else "false"
+    if type(part) is str:
+        return '"' + part.replace("\\", r"\\").replace('"', r"\"") + '"'  # torch cannot trace json.dumps
+    if type(part) is float:
+        return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
+    ints.append(cast(int, part))
     return '{"number": ' + str(len(ints) - 1) + "}"
 
 
@@ -506,7 +523,20 @@ def _can_be_serialized(part: Any) -> bool:
         return part.can_be_serialized()
     if type(part) is tuple:
         return all(map(_can_be_serialized, cast("tuple[Any, ...]", part)))
-    return part is None or isinstance(part, bool | int | float | str | torch.SymInt | Tensor)
+    return _is_serialized_as_it_is(part)
+
+
+def _has_plain_fields(part: Any) -> bool:
+    if isinstance(part, Spec):
+        return part.has_plain_fields()
+    if type(part) is tuple:
+        return all(map(_has_plain_fields, cast("tuple[Any, ...]", part)))
+    return _is_serialized_as_it_is(part)
+
+
+def _is_serialized_as_it_is(part: Any) -> bool:
+    """Whether `deserialize` gives this value: a member of an `IntEnum` is an int, and would become a plain one."""
+    return part is None or type(part) in (bool, int, float, str) or isinstance(part, torch.SymInt | Tensor)
 
 
 def _fingerprint_part(part: Any) -> Any:

@@ -163,7 +163,8 @@ class Plan:
     def bytes(self) -> int:
         """The bytes that must be read and written at least; see `regard.cost.attention.bytes_moved`."""
         p, item = self.posed, self.posed.dtype.itemsize
-        of_key = (p.k_dim + p.v_dim) * item if p.storage is None else p.storage.token_bytes / max(1, p.kv_heads)
+        channels = p.k_dim if p.values_in_keys else p.k_dim + p.v_dim
+        of_key = channels * item if p.storage is None else p.storage.token_bytes / max(1, p.kv_heads)
         return cost.bytes_moved(self.schedule, kv_heads=p.kv_heads, of_query=(p.qk_dim + p.v_dim) * item, of_key=of_key)
 
     def __copy__(self) -> "Plan":

@@ -5,6 +5,8 @@ keys and values are checked. Those with NaN or inf are replaced by zeros, which 
 see them; the rows that do are computed by the next backend, one that selects instead of multiplying.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -55,6 +57,26 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
     return exact, State(
         torch.where(touched[..., None], dirty.out, whole.out), torch.where(touched, dirty.lse, whole.lse)
     )
+
+
+@contextmanager
+def drawing(plan: Plan, operands: Operands, seed: int | None) -> Generator[Operands]:
+    """The operands of a call whose dropout draws from a seed; None: from torch's generator.
+
+    A backend of a user draws from torch's generators, which get this seed and are then as before. They are those of
+    the process, so other threads must not draw meanwhile.
+    """
+    if seed is None or type(plan.engine) in BUILT_IN:
+        yield operands._replace(seed=seed)
+        return
+    device = operands.q.device  # others are left alone: to save the state of a GPU is to begin to use it
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        elif device.type != "cpu":
+            torch.get_device_module(device.type).manual_seed(seed)
+        yield operands
 
 
 def _run(plan: Plan, operands: Operands) -> State:

@@ -15,7 +15,7 @@ graph serves every step of decoding, and no CUDA graph may be captured around it
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from typing import Annotated, Any, NamedTuple, cast, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.backend.contract import ResumableKernel
 from regard.cost import attention as cost
-from regard.describe.by_row import mask_by_row
+from regard.describe.bias import Bias, Sum, TensorBias, values_of
+from regard.describe.by_row import bias_by_row, mask_by_row
 from regard.describe.mask import And, CallSizes, Mask, Not, Or
 from regard.describe.mask_by_table import TensorMask
 from regard.describe.mask_function import MaskFunction
@@ -32,7 +33,7 @@ from regard.describe.score import Dot
 from regard.describe.spec import deserialize
 from regard.describe.tensors import is_without_data
 from regard.dispatch.choose import BACKENDS, check_backend
-from regard.dispatch.execute import execute
+from regard.dispatch.execute import drawing, execute
 from regard.dispatch.onnx_form import in_onnx, is_exporting_to_onnx
 from regard.dispatch.plan_cache import prepare
 from regard.errors import ProblemError, RefusalError
@@ -58,6 +59,8 @@ from regard.torch_internals import (
     without_gradient_wrappers,
 )
 from regard.wide import wide_of
+
+S = TypeVar("S", Mask, Bias)
 
 
 class _Arguments(NamedTuple):
@@ -204,6 +207,8 @@ def attend_traced(request: Request) -> State:
     start = k.shape[2] - q.shape[2] if offset is None else offset
     if mask is not None:
         mask = _tabulated(mask, q, k.shape[2], cast("int | Tensor", start))
+    if bias is not None:
+        bias = _tabulated_bias(bias, q, k.shape[2], cast("int | Tensor", start))
     mask_text = "" if mask is None else mask.serialize(carried, numbers)
     bias_text = "" if bias is None else bias.serialize(carried, numbers)
     score_text = "" if score is None else score.serialize(carried, numbers)
@@ -249,29 +254,46 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     if not isinstance(mask, MaskFunction) and mask.can_be_serialized():
         return mask
     if type(mask).bind is not Mask.bind:
-        mask, start = _bound(mask, q, keys, start)
+        mask, start = _bound(mask, q, keys, start, mask_by_row)
+    return TensorMask(mask.keep(*_positions(q, keys, start)))
+
+
+def _tabulated_bias(bias: Bias, q: Tensor, keys: int, start: int | Tensor) -> Bias:
+    """The bias with each user's term evaluated that cannot pass through an operator."""
+    if type(bias) is Sum:
+        return Sum(_tabulated_bias(bias.a, q, keys, start), _tabulated_bias(bias.b, q, keys, start))
+    if bias.is_own() or bias.has_plain_fields():
+        return bias
+    if type(bias).bind is not Bias.bind:
+        bias, start = _bound(bias, q, keys, start, bias_by_row)
+    values = values_of(bias, *_positions(q, keys, start))
+    return TensorBias(values if values.is_floating_point() else values.to(wide_of(q.dtype)))
+
+
+def _positions(q: Tensor, keys: int, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch rows, heads, and positions of queries and keys, which broadcast to [batch, heads, queries, keys]."""
     batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = queries[:, None] + _by_row(start)
-    return TensorMask(
-        mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device))
-    )
+    return batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device)
 
 
-def _bound(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> tuple[Mask, int | Tensor]:
-    """The mask in this call, and the position of the first query for it."""
+def _bound(
+    term: S, q: Tensor, keys: int, start: int | Tensor, by_row: Callable[[S, tuple[int, ...]], S | None]
+) -> tuple[S, int | Tensor]:
+    """A mask or bias in this call, and the position of the first query for it."""
     sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, 0)
     if not isinstance(start, Tensor):
-        return mask.bind(sizes._replace(offset=start)), start
+        return cast(Any, term).bind(sizes._replace(offset=start)), start
     if not torch.compiler.is_compiling() and not is_without_data(start):
         first = tuple(start.expand(q.shape[0]).tolist())
-        return cast(Mask, mask_by_row(mask, first)).bind(sizes), 0
-    if mask.bind(sizes) is not mask:
+        return cast(Any, by_row(term, first)).bind(sizes), 0
+    if cast(Any, term).bind(sizes) is not term:
         raise RefusalError(
-            f"{mask!r} with an offset that is a tensor, in a call that torch traces: its `bind` needs the offset as a "
-            "number. Give offset as an int, or call attend outside of torch.compile, or put what `keep` needs into "
-            "the fields of the mask and define no `bind`."
+            f"{term!r} with an offset that is a tensor, in a call that torch traces: its `bind` needs the offset as a "
+            "number. Give offset as an int, or call attend outside of torch.compile, or put all that it needs into "
+            "its fields and define no `bind`."
         )
-    return mask, start
+    return term, start
 
 
 def attend_in_onnx(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -291,22 +313,10 @@ def _run(a: _Arguments, before: State | None = None) -> State:
     prepared = prepare(a.request())
     assert prepared is not None  # the operator runs on data, or its fake kernel does
     plan, operands = prepared[0], prepared[1]._replace(lse=True)  # the operator returns it, and differentiates by it
-    device = a.q.device  # others are left alone: to save the state of a GPU is to begin to use it
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=a.seed is not None):
-        if a.seed is not None:
-            _seed(int(a.seed), device)
+    with drawing(plan, operands, None if a.seed is None else int(a.seed)) as seeded:
         if before is not None and isinstance(plan.kernel, ResumableKernel):
-            return plan.kernel.resume(plan.changed(operands), before)
-        return execute(plan, operands, a.backend)[1]
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """Seed what draws on the host and on a device."""
-    if device.type == "cuda":
-        torch.default_generator.manual_seed(seed)
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+            return plan.kernel.resume(plan.changed(seeded), before)
+        return execute(plan, seeded, a.backend)[1]
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -314,16 +324,24 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     autograd = recording_gradients() if in_forward_mode() else nullcontext()
     with torch.no_grad(), autograd:
         state = _run(_Arguments.of(arguments))
-    return state.out.contiguous(), state.lse.contiguous()
+    q: Tensor = arguments[0]
+    by_token = q.stride(1) < q.stride(2)  # as q is, so that a program may view the output as a graph-less call's
+    out = state.out.transpose(1, 2).contiguous().transpose(1, 2) if by_token else state.out.contiguous()
+    return out, state.lse.contiguous()
 
 
 def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads sympy
+
     a = _Arguments.of(arguments)
     q, k, v = a.q, a.k, a.v
     check_tensors(q, k, v)
     _score_dim(a)
-    lse = wide_of(q.dtype)
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse)
+    batch, heads, queries = q.shape[:3]
+    lse = q.new_empty((batch, heads, queries), dtype=wide_of(q.dtype))
+    if guard_or_false(q.stride(1) < q.stride(2)):
+        return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2), lse
+    return q.new_empty((batch, heads, queries, v.shape[3])), lse
 
 
 def _backward(
@@ -335,7 +353,8 @@ def _backward(
     """
     a = _Arguments.of(arguments)
     with torch.enable_grad(), recording_gradients():
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in a.tensors()]
+        _check_learns_by_fields(a)
+        leaves = [t.detach().requires_grad_(_can_learn(t)) for t in a.tensors()]
         state = _run(a.with_tensors(leaves), State(out, lse))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         outputs = {state.out: grad_out} | ({state.lse: grad_lse} if a.wants_lse else {})
@@ -353,6 +372,23 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _Arguments.of(arguments).tensors()]
     return like[0], like[1], like[2], like[3:]
+
+
+def _check_learns_by_fields(a: _Arguments) -> None:
+    """Raise `RefusalError` where gradients would flow from a user's bias to a tensor that is none of its fields."""
+    bias = cast("Bias | None", a._replace(carried=[t.detach() for t in a.carried]).spec(a.bias))
+    own = [] if bias is None else [term for term in bias.terms() if not term.is_own()]
+    for term in own:
+        at = torch.zeros(1, dtype=torch.int64, device=a.q.device)
+        if values_of(term, at[:, None, None, None], at[:, None, None], at[:, None], at).requires_grad:
+            raise RefusalError(
+                f"{term!r}: its value reads a tensor that requires a gradient and is none of its fields, such as a "
+                f"weight of a module, so no gradient flows to it in {_TRACED}. Make it a field of the bias."
+            )
+
+
+def _can_learn(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def _attend_flops(*arguments: Any, out_val: Any = None) -> int:
@@ -385,7 +421,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     a = _Arguments.of(inputs)
     ctx.save_for_backward(*output, *a.tensors())
     ctx.arguments = a.with_tensors([cast(Any, ...)] * len(a.tensors()))  # the tensors are saved apart
-    ctx.floats = [t.is_floating_point() for t in a.carried]
+    ctx.floats = [_can_learn(t) for t in a.carried]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:

@@ -160,7 +160,7 @@ def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Oper
     if type(score) is Dot:
         score = None
     offset = sizes.keys - sizes.queries if offset is None else offset
-    fields = q, k, v, mask, bias, sink, score, stored, offset, sizes, lse
+    fields = q, k, v, mask, bias, sink, score, stored, offset, sizes, lse, None
     return tuple.__new__(Operands, fields)  # `Operands` itself would take 0.2 us longer, of some 15 of a tiny call
 
 

@@ -23,7 +23,7 @@ from regard.parallel.digest import digest
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import Ranks
-from regard.parallel.rectangle import Formula, mixed
+from regard.parallel.rectangle import Formula
 from regard.parallel.route import Route, needs_of
 from regard.plan.checks import (
     check_has_data,
@@ -34,6 +34,7 @@ from regard.plan.checks import (
     check_tensors,
     has_own_operators,
 )
+from regard.seeds import draw, mixed
 
 
 class Arguments(NamedTuple):
@@ -140,7 +141,7 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
         check_has_data(a.mask)
     mask = None if a.mask is None else a.mask.bind(sizes)
     bias = None if a.bias is None else a.bias.bind(sizes)
-    seed = mixed(int(torch.randint(1 << 62, (), device="cpu")), place.rank) if a.dropout else 0
+    seed = mixed(draw(), place.rank) if a.dropout else 0
     formula = Formula(mask, bias, a.score, a.scale, a.softcap, float(a.dropout), a.backend, seed)
     return a, sizes, ShardedCall(formula, queries, keys, offset, route_of(mask, sizes, queries, keys))
 

@@ -7,8 +7,7 @@ again: its own output o and log-sum-exp l have the gradients `w * dout` and `w *
 only over all keys.)
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -22,12 +21,13 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.dispatch.choose import Plan
-from regard.dispatch.execute import execute
+from regard.dispatch.execute import drawing, execute
 from regard.dispatch.plan_cache import prepare
 from regard.errors import RefusalError
 from regard.parallel.placed import Pieces, have_one_step, place_bias, place_mask, split_even, step_of
 from regard.plan.problem import Operands
 from regard.plan.request import Request
+from regard.seeds import mixed
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.wide import wide_of
@@ -86,9 +86,9 @@ def state_of(formula: Formula, part: Part) -> State:
     """The state of the queries over the block, its output in float32 or wider."""
     cut = _cut(formula, part)
     if cut is None:
-        with _drawing(formula, part.q):
-            plan, operands = _prepared(formula, part)
-            return widened(execute(plan, operands, formula.backend)[1])
+        plan, operands = _prepared(formula, part)
+        with drawing(plan, operands, _seed(formula)) as seeded:
+            return widened(execute(plan, seeded, formula.backend)[1])
     rows = [
         reduce(or_, [state_of(_with_seed(formula, i, j), _sub(part, row, column)) for j, column in enumerate(cut.keys)])
         for i, row in enumerate(cut.queries)
@@ -105,8 +105,7 @@ def gradients_of(formula: Formula, part: Part, total: State, dout: Tensor, dlse:
     """
     cut = _cut(formula, part)
     if cut is None:
-        with _drawing(formula, part.q):
-            return _gradients(formula, part, total, dout, dlse)
+        return _gradients(formula, part, total, dout, dlse)
     found = zeros_like(part, len(formula.tensors()))
     for i, row in enumerate(cut.queries):
         at = row[0]
@@ -161,12 +160,13 @@ def _gradients(formula: Formula, part: Part, total: State, dout: Tensor, dlse: T
     with torch.enable_grad():
         plan, operands = _prepared(formula, Part(q, k, v, part.queries, part.keys))
         kind = part.q.dtype
-        if kind == wide_of(kind) and isinstance(plan.kernel, ResumableKernel):
-            state = plan.kernel.resume(plan.changed(operands), total, is_part=True)
-            grads = [dout, dlse]
-        else:
-            state = execute(plan, operands, formula.backend)[1]
-            grads = _of_part(widened(State(state.out.detach(), state.lse.detach())), total, dout, dlse)
+        with drawing(plan, operands, _seed(formula)) as seeded:
+            if kind == wide_of(kind) and isinstance(plan.kernel, ResumableKernel):
+                state = plan.kernel.resume(plan.changed(seeded), total, is_part=True)
+                grads = [dout, dlse]
+            else:
+                state = execute(plan, seeded, formula.backend)[1]
+                grads = _of_part(widened(State(state.out.detach(), state.lse.detach())), total, dout, dlse)
         wanted = [t for t in (*leaves, *more) if t.requires_grad]
         flowing = [(t, g.to(t.dtype)) for t, g in zip((state.out, state.lse), grads, strict=True) if t.requires_grad]
         found = torch.autograd.grad([t for t, _ in flowing], wanted, [g for _, g in flowing], allow_unused=True)
@@ -209,25 +209,9 @@ def _sub(part: Part, row: tuple[slice, Pieces], column: tuple[slice, Pieces]) ->
     return Part(part.q[:, :, row[0]], k, v, row[1], column[1])
 
 
+def _seed(formula: Formula) -> int | None:
+    return formula.seed if formula.dropout else None
+
+
 def _with_seed(formula: Formula, *indices: int) -> Formula:
     return replace(formula, seed=mixed(formula.seed, *indices)) if formula.dropout else formula
-
-
-def mixed(seed: int, *indices: int) -> int:
-    """Another seed for each tuple of indices: what SplitMix64 makes of them."""
-    for index in indices:
-        seed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (seed ^ (seed >> 31)) >> 1
-
-
-@contextmanager
-def _drawing(formula: Formula, q: Tensor) -> Generator[None]:
-    """Dropout draws from the seed of the formula, and torch's generators are then as before."""
-    if not formula.dropout:
-        yield
-        return
-    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):
-        torch.manual_seed(formula.seed)
-        yield

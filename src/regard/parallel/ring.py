@@ -22,8 +22,9 @@ from regard.describe.suggestions import suggest_keywords
 from regard.parallel.call import Arguments, Place, ShardedCall, pose
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
-from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_state, gradients_of, mixed, state_of
+from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_state, gradients_of, state_of
 from regard.parallel.route import Visit
+from regard.seeds import mixed
 from regard.state import State
 from regard.wide import wide_of
 

@@ -23,9 +23,9 @@ from regard.parallel.call import Arguments, Place, ShardedCall, pose, route_of
 from regard.parallel.heads import bias_of_heads, mask_of_heads
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Ranks
-from regard.parallel.rectangle import mixed
 from regard.parallel.ring import run_ring
 from regard.parallel.share import Segment, Share, ToHeads, ToTokens
+from regard.seeds import mixed
 from regard.state import State
 from regard.wide import wide_of
 

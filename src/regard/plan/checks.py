@@ -5,7 +5,8 @@
 
 import math
 import sys
-from typing import Any, SupportsIndex, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from regard.torch_internals import (
     is_batched,
     without_gradient_wrappers,
 )
+from regard.wide import wide_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -289,3 +291,55 @@ def has_own_operators(t: Tensor) -> bool:
     """Whether its class defines its operators, so its elements may not be at its address."""
     kind: Any = type(t)
     return kind.__torch_dispatch__ is not cast(Any, Tensor).__torch_dispatch__ and not isinstance(t, FakeTensor)
+
+
+class Saved(NamedTuple):
+    """What a backward pass knows of the tensors that were saved for it."""
+
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    bias: tuple[torch.Size, torch.dtype] | None
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> "Saved":
+        """Of q, k, v, sink, distance and bias, as the forward pass reads them."""
+        q, k, v, _, _, bias = parts
+        return cls(q.shape, k.shape, v.shape, q.dtype, q.device, None if bias is None else (bias.shape, bias.dtype))
+
+    def given_back(self, saved: Sequence[Any], *, distance_learns: bool) -> list[Any]:
+        """These six, out and lse, laid out as kernels read them.
+
+        `torch.autograd.graph.saved_tensors_hooks` give back what a user's function returns.
+
+        Raises:
+            ProblemError: a tensor has not the type, the shape or the device that it was saved with.
+        """
+        rows, wide = self.q[:3], wide_of(self.dtype)
+        distances = torch.Size((self.q[1], max(self.q[2] + self.k[2] - 1, 0)))
+        forms = {
+            "q": (self.q, self.dtype),
+            "k": (self.k, self.dtype),
+            "v": (self.v, self.dtype),
+            "sink": (self.q[1:2], wide),
+            "a bias by distance": (distances, wide),
+            "a bias": self.bias,
+            "out": (rows + self.v[3:], self.dtype),
+            "lse": (rows, wide),
+        }
+        for (name, form), t in zip(forms.items(), saved, strict=True):
+            if t is not None and ((t.shape, t.dtype) != form or t.device != self.device or has_own_operators(t)):
+                shape, dtype = cast("tuple[torch.Size, torch.dtype]", form)
+                raise ProblemError(
+                    f"{name} was saved for the backward pass as {dtype} {list(shape)} on {self.device}, and came back "
+                    f"as {type(t).__name__}, {t.dtype} {list(t.shape)} on {t.device}: expected from the unpack of "
+                    "saved_tensors_hooks a tensor of the type, shape and device that its pack got."
+                )
+        found: list[Any] = [None if t is None else t.resolve_neg() for t in saved]
+        q, k, v, sink, distance, bias, out, lse = found
+        q, k, v, out = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, out))
+        if distance is not None and (distance_learns or distance.stride(1) != 1):
+            distance = distance.contiguous()  # its gradient is laid out like it
+        return [q, k, v, None if sink is None else sink.contiguous(), distance, bias, out, lse.contiguous()]

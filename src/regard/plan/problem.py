@@ -43,6 +43,16 @@ class Storage(NamedTuple):
         return k if k == v else f"{k} | {v}"
 
 
+def is_first_of(values: Tensor, keys: Tensor) -> bool:
+    """Whether values are fewer channels than the keys, the first of them in memory, as those of latents are."""
+    return (
+        values.shape[3] < keys.shape[3]
+        and keys.untyped_storage() is values.untyped_storage()
+        and keys.storage_offset() == values.storage_offset()
+        and keys.stride() == values.stride()
+    )
+
+
 def _is_inside(values: StoredTensor, keys: StoredTensor) -> bool:
     """Whether values are a part of the keys in memory, as in a latent cache."""
     of_values, of_keys = ([part.data.untyped_storage() for part in t.parts] for t in (values, keys))
@@ -71,6 +81,7 @@ class Problem:
         storage: of stored keys and values; None for tensors.
         pairwise: the indices of those terms of the bias that are no tensors, and depend on more than head and distance.
         capability: the compute capability of the GPU; None where it is not known, as for a plan of another machine.
+        values_in_keys: whether values are the first channels of the keys in memory; `explain` alone looks.
     """
 
     batch: int
@@ -100,6 +111,7 @@ class Problem:
     storage: Storage | None = None
     pairwise: tuple[int, ...] = ()
     capability: tuple[int, int] | None = None
+    values_in_keys: bool = False
 
     @property
     def changes_scores(self) -> bool:
@@ -155,6 +167,7 @@ class Operands(NamedTuple):
         key: equal for calls of one form that have the same sizes, offset and mask; None if the plan was made for this
             call alone.
         lse: whether somebody reads the log-sum-exp; if not, that of the state may be NaN.
+        seed: what dropout draws from; None: from torch's generator.
     """
 
     q: Tensor
@@ -168,6 +181,7 @@ class Operands(NamedTuple):
     offset: int = 0
     key: Sizes | None = None
     lse: bool = True
+    seed: int | None = None
 
     @property
     def sizes(self) -> CallSizes:
