@@ -416,6 +416,14 @@ def test_a_config_json_without_layer_types_has_the_layers_that_transformers_make
     assert [kind_of(layer) for layer in read.layers] == config.layer_types
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_full_layers_of_a_minimax_have_its_window(listed):
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2} if listed else {}
+    entries = {"model_type": "minimax", "num_hidden_layers": 4, "sliding_window": 8, **kinds}
+    layers = from_config("m", entries).layers
+    assert {kind_of(layer) for layer in layers} == {"linear_attention", "sliding_attention"}
+
+
 def test_a_gpt_neo_has_the_layers_of_its_groups():
     groups = [[["local"], 2], [["global", "local"], 1]]
     config = auto.configuration_auto.CONFIG_MAPPING["gpt_neo"](num_layers=4, attention_types=groups)

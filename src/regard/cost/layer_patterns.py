@@ -32,6 +32,8 @@ def add_pattern(name: str, family: str, config: Entries, fields: dict[str, Any])
     letters = _letters(name, family, config, fields, has_window=window is not None)
     if window is not None:
         fields["window"] = window
+        if family == "minimax":  # transformers gives its window to the layers that it calls full
+            letters = letters.replace("f", "s")
     elif "s" in letters:
         raise ProblemError(f"{name} has sliding layers and no sliding_window.")
     if "c" not in letters:

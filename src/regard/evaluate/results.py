@@ -202,9 +202,9 @@ def shown(axis: str, value: float | str) -> str:
     >>> shown("depth", 0.25), shown("length", 8192)
     ('25 %', '8,192')
     """
-    if axis == "depth":
-        return f"{100 * float(value):g} %"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{100 * value:g} %" if axis == "depth" else f"{value:,}"
 
 
 def percent(score: Interval) -> str:
