@@ -120,7 +120,7 @@ struct Backward {
         const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim), v(c.v, lanes.batch, kv, c.v_dim);
         q.fetch(c.q, lanes);
         dout.fetch(g.dout, lanes);
-        weights.prepare(lanes, again, again || twice ? T(INFINITE) : Largest<T>::LARGE);
+        weights.prepare(lanes, again, (twice && !again) || division.small ? T(INFINITE) : Largest<T>::LARGE);
         Walk walk(c.by_query, row_of(lanes), c.keys);
         Block block;
         while (walk.next(c.keys, block)) {
@@ -167,7 +167,7 @@ struct Backward {
             if (regard_status status = each_block(lanes, false, [](auto &&...) {})) return status;
             for (int lane = 0; lane < lanes.count; ++lane) correct_delta(lanes, lane);
         }
-        const bool corrects = HALF && !twice;
+        const bool corrects = HALF && !division.small;
         if (corrects) mean.clear();
         const regard_status status =
             each_block(lanes, twice, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {

@@ -119,7 +119,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         ({"hidden_size": "x"}, "^m: hidden_size is 'x': expected a whole number.$"),
         ({"vocab_size": 1e9}, "^m: vocab_size is 1000000000.0: expected a whole number, 1000000000.$"),
         ({"num_hidden_layers": 0}, "^m: num_hidden_layers is 0: expected 1 or more.$"),
-        ({"num_hidden_layers": 3_000_000}, "^m: num_hidden_layers is 3000000: expected 10000 or less.$"),
+        ({"num_hidden_layers": 3_000_000}, "^m: num_hidden_layers is 3000000: expected 10,000 or fewer.$"),
         ({"num_hidden_layers": -3}, "^m: num_hidden_layers is -3: expected 1 or more.$"),
         ({"vocab_size": None}, "^m has no vocab_size: expected in a config.json of model_type 'llama'"),
         (
@@ -135,7 +135,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         ({"model_type": "dots1", "n_routed_experts": 1}, "^m has one expert"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 0}, "^m has no expert, with a router that is not counted: "),
         ({"model_type": "mixtral", "num_local_experts": 0}, "^m has no expert"),
-        ({"model_type": "bart", "encoder_layers": 10**8}, "^m: encoder_layers is 100000000: expected 10000 or less.$"),
+        ({"model_type": "bart", "encoder_layers": 10**8}, "^m: encoder_layers is 100000000: expected 10,000 or fewer"),
         ({"model_type": "bart", "encoder_layers": 0}, "^m: encoder_layers is 0: expected 1 or more.$"),
         (
             {"model_type": "laguna", "num_attention_heads_per_layer": [4, 8]},

@@ -49,7 +49,7 @@ from regard.describe.spec import spec
 from regard.dispatch.choose import BACKENDS
 from regard.extend import Backend, Kernel, Operands, Problem, Schedule, register_backend
 from regard.linear import linear_attend
-from regard.scores import Bilinear, Gaussian
+from regard.scores import Bilinear, Gaussian, Score
 from tests.test_native import needs_library
 
 Q, K, V = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
@@ -345,6 +345,46 @@ def test_a_bias_that_learns_by_no_field_is_refused_in_a_graph():
     assert torch.allclose(out, eager, atol=1e-6)
     with pytest.raises(RefusalError, match="Make it a field of the bias"):
         out.sum().backward()
+
+
+@spec
+class Wrapped(Bias):
+    inner: TensorBias
+
+    def bind(self, sizes: CallSizes) -> Bias:
+        return self.with_fields(inner=self.inner.bind(sizes))
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return self.inner.value(b, h, q, k)
+
+
+@pytest.mark.parametrize("keys", [23, 0])
+def test_a_bias_that_binds_learns_in_a_counted_call(keys: int):
+    table = torch.randn(4, 11, keys, requires_grad=True)
+
+    def gradient() -> Tensor:
+        out = attend(Q, K[:, :, :keys], V[:, :, :keys], bias=Wrapped(TensorBias(table)))
+        return torch.autograd.grad(out.sin().sum(), table)[0]
+
+    expected = gradient()
+    with FlopCounterMode(display=False):
+        assert torch.allclose(gradient(), expected, atol=1e-6)
+
+
+@spec
+class Tempered(Score):
+    by: Any
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT * float(self.by)
+
+
+def test_what_a_score_has_is_the_same_in_a_counted_call_or_refused():
+    expected = attend(Q, K, V, score=Tempered(np.float32(0.5)))
+    with FlopCounterMode(display=False):
+        assert torch.allclose(attend(Q, K, V, score=Tempered(np.float32(0.5))), expected, atol=1e-6)
+        with pytest.raises(RefusalError, match="a Kind in a mask, bias or score"):
+            attend(Q, K, V, score=Tempered(Kind.ALL))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -1,6 +1,7 @@
 """Gradients in bfloat16 and float16 are as near to float64 as those of float32, rounded once, also of peaked rows."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -279,6 +280,27 @@ def test_gradients_of_a_bias_in_half_precision_are_rounded_once(engine: str, dty
     truth = gradient(torch.float64, lambda c: dense(c)[0])
     found = gradient(dtype, lambda c: attend(c.q, c.k, c.v, **c.words, backend=engine))
     assert errors([found], [truth])[0] <= torch.finfo(dtype).eps / 2
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize("scale", [1, 6])
+def test_gradients_are_no_less_exact_where_slopes_learn(engine: str, dtype: torch.dtype, scale: int):
+    g = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, 600, 64, generator=g) for _ in range(4))
+    leaves, dout = ((q * scale).to(dtype), k.to(dtype), v.to(dtype)), dout.to(dtype)
+
+    def found(wide: torch.dtype, engine: str, learns: bool) -> list[Tensor]:
+        slopes = torch.full((2,), 0.01, requires_grad=learns)
+        call = partial(attend, mask=Causal(), bias=Alibi(slopes=slopes), backend=engine)
+        return gradients(call, tuple(t.to(wide) for t in leaves), dout.to(wide))
+
+    truth = found(torch.float64, "reference", learns=False)
+    fixed, learned = (
+        [float((a.double() - b).norm() / b.norm()) for a, b in zip(found(dtype, engine, learns), truth, strict=True)]
+        for learns in (False, True)
+    )
+    assert all(a < 1.1 * b for a, b in zip(learned, fixed, strict=True)), (learned, fixed)
 
 
 def falling(slopes: Tensor) -> TensorBias:

@@ -56,5 +56,5 @@ def checked_value(name: str, field: str, key: str, value: Any) -> Any:
     if value < (least := int(field in AT_LEAST_ONE)):
         raise ProblemError(f"{name}: {key} is {value}: expected {least} or more.")
     if field in ("layers", "encoder_layers") and value > MOST_LAYERS:
-        raise ProblemError(f"{name}: {key} is {value}: expected {MOST_LAYERS} or less.")
+        raise ProblemError(f"{name}: {key} is {value}: expected {MOST_LAYERS:,} or fewer.")
     return value

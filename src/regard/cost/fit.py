@@ -24,7 +24,7 @@ def largest_context(
 ) -> int | None:
     """The longest context, in tokens, whose cache fits beside the weights; 0 if they alone do not; None: any length.
 
-    Where a group or page of tokens turns into codes the bytes fall a little: the length is exact to one of these.
+    Where a group or page of tokens turns into codes the bytes fall a little, so the length may be off by one of these.
 
     Args:
         memory: bytes, of which `USABLE` is used.

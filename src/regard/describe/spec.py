@@ -501,9 +501,9 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return "null"
     if isinstance(part, torch.SymFloat):  # the graph would truncate it to an integer
         raise TypeError("a float that torch.compile traces cannot be part of a mask or bias in a graph: use float(x).")
-    if isinstance(part, np.float64):
-        part = float(part)
-    if isinstance(part, int | float | str | list | dict) and not _is_serialized_as_it_is(part):
+    if isinstance(part, np.floating):
+        part = float(cast(Any, part))
+    if isinstance(part, _REFUSED) and not _is_serialized_as_it_is(part):
         raise RefusalError(
             f"a {type(part).__name__} in a mask, bias or score cannot pass through torch.compile, torch.export or a "
             "dispatch mode such as torch's FLOP counter: give it as a number, a text or a tensor."
@@ -516,6 +516,10 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
     ints.append(cast(int, part))
     return '{"number": ' + str(len(ints) - 1) + "}"
+
+
+_REFUSED = (int, float, str, list, dict, torch.dtype, torch.device, FunctionType)
+"""What an operator does not take, where it is no plain number or text; of other types torch says so."""
 
 
 def _can_be_serialized(part: Any) -> bool:

@@ -353,9 +353,9 @@ def _backward(
     """
     a = _Arguments.of(arguments)
     with torch.enable_grad(), recording_gradients():
-        _check_learns_by_fields(a)
         leaves = [t.detach().requires_grad_(_can_learn(t)) for t in a.tensors()]
         state = _run(a.with_tensors(leaves), State(out, lse))
+        _check_learns_by_fields(a, state.out, leaves)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         outputs = {state.out: grad_out} | ({state.lse: grad_lse} if a.wants_lse else {})
         flowing = {out: grad for out, grad in outputs.items() if out.requires_grad}
@@ -374,17 +374,28 @@ def _backward_fake(
     return like[0], like[1], like[2], like[3:]
 
 
-def _check_learns_by_fields(a: _Arguments) -> None:
-    """Raise `RefusalError` where gradients would flow from a user's bias to a tensor that is none of its fields."""
-    bias = cast("Bias | None", a._replace(carried=[t.detach() for t in a.carried]).spec(a.bias))
-    own = [] if bias is None else [term for term in bias.terms() if not term.is_own()]
-    for term in own:
-        at = torch.zeros(1, dtype=torch.int64, device=a.q.device)
-        if values_of(term, at[:, None, None, None], at[:, None, None], at[:, None], at).requires_grad:
+def _check_learns_by_fields(a: _Arguments, out: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raise `RefusalError` where gradients would flow from a user's bias to a tensor that is none of its fields.
+
+    Args:
+        out: the output, computed from the leaves.
+    """
+    bias = cast("Bias | None", a.spec(a.bias))
+    if bias is None or all(term.is_own() for term in bias.terms()) or out.grad_fn is None:
+        return
+    known, seen, left = set(map(id, leaves)), {out.grad_fn}, [out.grad_fn]
+    while left:
+        step = left.pop()
+        reached: Tensor | None = getattr(step, "variable", None)  # of what adds to a leaf's gradient
+        if reached is not None and id(reached) not in known:
             raise RefusalError(
-                f"{term!r}: its value reads a tensor that requires a gradient and is none of its fields, such as a "
-                f"weight of a module, so no gradient flows to it in {_TRACED}. Make it a field of the bias."
+                f"{bias!r}: its value reads a tensor {list(reached.shape)} that requires a gradient and is none of its "
+                f"fields, such as a weight of a module, so no gradient flows to it in {_TRACED}. Make it a field of "
+                "the bias."
             )
+        new = [each for each, _ in step.next_functions if each is not None and each not in seen]
+        seen.update(new)
+        left += new
 
 
 def _can_learn(t: Tensor) -> bool:

@@ -79,7 +79,7 @@ def test_targets_that_are_no_number_per_sequence_are_said():
         gradient_attention(model, lambda: model(ids)[:, -1], [-1])
     with pytest.raises(ProblemError, match=r"without torch\.no_grad"):
         gradient_attention(model, lambda: model(ids).detach()[:, -1, 3], [-1])
-    with pytest.raises(ProblemError, match=r"rows is 0: expected several, such as \[0\]"):
+    with pytest.raises(ProblemError, match=r"rows is 0: expected a list, such as \[0\]"):
         gradient_attention(model, lambda: model(ids)[:, -1, 3], 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="no attention of regard's"):
         gradient_attention(None, lambda: torch.ones(1, requires_grad=True), [-1])

@@ -105,11 +105,11 @@ def test_recorded_calls_are_no_weights():
         ([-12], "row -12"),
         ([], "no rows"),
         (torch.tensor([], dtype=torch.int64), "no rows"),
-        (0, "rows is 0: expected several, such as \\[0\\]"),
-        (5, "rows is 5: expected several"),
+        (0, "rows is 0: expected a list, such as \\[0\\]"),
+        (5, "rows is 5: expected a list"),
         (torch.tensor(5), "rows is a tensor"),
-        ("0", "rows is '0': expected several"),
-        (None, "rows is None: expected several"),
+        ("0", "rows is '0': expected a list"),
+        (None, "rows is None: expected a list"),
     ],
 )
 def test_rows_that_there_are_not_are_said(rows, said):

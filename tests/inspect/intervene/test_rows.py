@@ -81,7 +81,7 @@ def test_divergence_is_a_mean_of_two_relative_entropies():
     [
         ([], [-1], "at least one"),
         ([(0, 0)], [], "at least one"),
-        ([(0, 0)], 0, r"rows is 0: expected several, such as \[0\]"),
+        ([(0, 0)], 0, r"rows is 0: expected a list, such as \[0\]"),
         ([(0, 0)], [11], "row 11"),
         ([(3, 0)], [0], "layer 3"),
         ([(0, 0)], [4, -1, 10], r"rows \(4, -1, 10\) name row 10 of 11 twice"),

@@ -62,7 +62,7 @@ def listed(kind: str, rows: object) -> tuple[Any, ...]:
     """
     if not isinstance(rows, Iterable) or isinstance(rows, str) or getattr(rows, "ndim", 1) == 0:
         such = [0, -1] if (number := index_of(rows)) is None else [number]
-        raise ProblemError(f"{kind}s is {received(cast(object, rows))}: expected several, such as {such}.")
+        raise ProblemError(f"{kind}s is {received(cast(object, rows))}: expected a list, such as {such}.")
     several = cast("Iterable[Any]", rows)
     return tuple(one if (number := index_of(one)) is None else number for one in several)
 
