@@ -302,12 +302,14 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     bias: tuple[torch.Size, torch.dtype] | None
+    has_own_operators: bool
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> "Saved":
         """Of q, k, v, sink, distance and bias, as the forward pass reads them."""
         q, k, v, _, _, bias = parts
-        return cls(q.shape, k.shape, v.shape, q.dtype, q.device, None if bias is None else (bias.shape, bias.dtype))
+        form = None if bias is None else (bias.shape, bias.dtype)
+        return cls(q.shape, k.shape, v.shape, q.dtype, q.device, form, has_own_operators(q))
 
     def given_back(self, saved: Sequence[Any], *, distance_learns: bool) -> list[Any]:
         """These six, out and lse, laid out as kernels read them.
@@ -330,7 +332,10 @@ class Saved(NamedTuple):
             "lse": (rows, wide),
         }
         for (name, form), t in zip(forms.items(), saved, strict=True):
-            if t is not None and ((t.shape, t.dtype) != form or t.device != self.device or has_own_operators(t)):
+            if t is None:
+                continue
+            is_other_class = has_own_operators(t) and not self.has_own_operators
+            if (t.shape, t.dtype) != form or t.device != self.device or is_other_class:
                 shape, dtype = cast("tuple[torch.Size, torch.dtype]", form)
                 raise ProblemError(
                     f"{name} was saved for the backward pass as {dtype} {list(shape)} on {self.device}, and came back "
