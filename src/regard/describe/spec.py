@@ -310,7 +310,7 @@ class Spec:
         """Whether the spec has no attributes but fields, and each field can be serialised."""
         if not (self._kind.is_own or DYNAMO_LISTS_ATTRIBUTES) and torch.compiler.is_compiling():
             return False  # it may have more attributes
-        return not self._more() and all(map(_can_be_serialized, self.parts()))
+        return not self._more() and all(_passes(part, Spec.can_be_serialized) for part in self.parts())
 
     @classmethod
     def is_own(cls) -> bool:
@@ -319,7 +319,7 @@ class Spec:
 
     def has_plain_fields(self) -> bool:
         """Whether each field of it, and of the specs in it, can be serialised."""
-        return all(map(_has_plain_fields, self.parts()))
+        return all(_passes(part, Spec.has_plain_fields) for part in self.parts())
 
     def _more(self) -> dict[str, Any]:
         """The attributes besides the fields, of a class that is not regard's: `__post_init__` may have set them."""
@@ -522,19 +522,12 @@ _REFUSED = (int, float, str, list, dict, torch.dtype, torch.device, FunctionType
 """What an operator does not take, where it is no plain number or text; of other types torch says so."""
 
 
-def _can_be_serialized(part: Any) -> bool:
+def _passes(part: Any, spec_passes: "Callable[[Spec], bool]") -> bool:
+    """Whether a field can be serialised, where each spec in it passes."""
     if isinstance(part, Spec):
-        return part.can_be_serialized()
+        return spec_passes(part)
     if type(part) is tuple:
-        return all(map(_can_be_serialized, cast("tuple[Any, ...]", part)))
-    return _is_serialized_as_it_is(part)
-
-
-def _has_plain_fields(part: Any) -> bool:
-    if isinstance(part, Spec):
-        return part.has_plain_fields()
-    if type(part) is tuple:
-        return all(map(_has_plain_fields, cast("tuple[Any, ...]", part)))
+        return all(_passes(each, spec_passes) for each in cast("tuple[Any, ...]", part))
     return _is_serialized_as_it_is(part)
 
 
