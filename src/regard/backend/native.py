@@ -42,7 +42,6 @@ from regard.plan.checks import Saved
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
-from regard.seeds import draw
 from regard.state import State
 from regard.wide import wide_of
 
@@ -120,7 +119,7 @@ class _Kernel:
         if self.problem.grad:
             return self._differentiable(operands, None)
         q, k, v, _, bias, sink, _, stored, offset, _, wants_lse, _ = operands
-        tiles, seed = self._tiles(operands), self._seed(operands) if self.problem.dropout else 0
+        tiles, seed = self._tiles(operands), operands.drawn_seed() if self.problem.dropout else 0
         if bias is None and sink is None and not seed and stored is None and tiles.number:
             return State(*self.run(self.form, q, k, v, tiles, offset, wants_lse))
         return State(*self.compute(inputs_of(self.problem, operands), tiles, offset, seed, wants_lse))
@@ -259,14 +258,10 @@ class _Kernel:
 
     def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
-        call = self._tiles(operands), operands.offset, self._seed(operands), is_part
+        seed = operands.drawn_seed() if self.problem.dropout else 0
+        call = self._tiles(operands), operands.offset, seed, is_part
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
-
-    def _seed(self, operands: Operands) -> int:
-        if not self.problem.dropout:
-            return 0
-        return draw() if operands.seed is None else operands.seed
 
 
 class _Attention(torch.autograd.Function):

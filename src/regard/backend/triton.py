@@ -26,7 +26,6 @@ from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack
 from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
-from regard.seeds import draw
 from regard.state import State
 
 LARGEST_DIM = 256
@@ -150,7 +149,7 @@ class _Kernel:
 
         p = self.problem
         inputs = self._inputs(operands)
-        seed = (draw() if operands.seed is None else operands.seed) if p.dropout else 0
+        seed = operands.drawn_seed() if p.dropout else 0
         call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed, is_part)
         if self.decodes:
             from regard.gpu.few_rows import decode

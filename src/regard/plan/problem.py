@@ -17,6 +17,7 @@ from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import Fingerprint
+from regard.seeds import draw
 from regard.storage.stored import StoredTensor
 
 
@@ -182,6 +183,10 @@ class Operands(NamedTuple):
     key: Sizes | None = None
     lse: bool = True
     seed: int | None = None
+
+    def drawn_seed(self) -> int:
+        """The seed, or one that is drawn now."""
+        return draw() if self.seed is None else self.seed
 
     @property
     def sizes(self) -> CallSizes:
