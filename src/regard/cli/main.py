@@ -50,7 +50,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from regard import __version__
@@ -250,6 +249,8 @@ class _Version(argparse.Action):
 
 
 def _installed(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # it reads as long as all of this command
+
     try:
         return version(name)
     except PackageNotFoundError:

@@ -3,7 +3,9 @@
 `published.py` finds the models of models.toml, `config.py` reads a config.json; `fields.py` makes the shapes for both.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from regard.cost.pairs import Pattern
@@ -195,6 +197,16 @@ class Model:
                 f"{self.name}: d_model {self.d_model}, vocab {self.vocab} and {len(self.layers)} layers: expected 1 or "
                 "more of each."
             )
+
+    @cached_property
+    def counted_layers(self) -> Counter[Layer]:
+        """How many layers there are of each kind."""
+        return Counter(self.layers)
+
+    @cached_property
+    def counted_encoder(self) -> Counter[Layer]:
+        """How many layers of the encoder there are of each kind."""
+        return Counter(self.encoder)
 
     @property
     def is_causal(self) -> bool:

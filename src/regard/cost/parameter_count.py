@@ -49,16 +49,16 @@ def parameters(model: Model) -> Parameters:
     >>> parameters(find_model("llama-2-7b")).total
     6738415616
     """
-    d, layers = model.d_model, (*model.encoder, *model.layers)
-    attention = sum(attention_parameters(a, d) for layer in layers for a in layer.attentions)
-    recurrent = sum(layer.recurrent.weights + layer.recurrent.other for layer in layers if layer.recurrent)
-    networks = [layer.mlp for layer in layers if layer.mlp]
-    mlp = sum(mlp_parameters(each, d) for each in networks)
-    norms = sum(_norms(layer, model) for layer in layers)
+    d, layers = model.d_model, [*model.counted_encoder.items(), *model.counted_layers.items()]
+    attention = sum(n * attention_parameters(a, d) for layer, n in layers for a in layer.attentions)
+    recurrent = sum(n * (r.weights + r.other) for layer, n in layers if (r := layer.recurrent))
+    networks = [(layer.mlp, n) for layer, n in layers if layer.mlp]
+    mlp = sum(n * mlp_parameters(each, d) for each, n in networks)
+    norms = sum(n * _norms(layer, model) for layer, n in layers)
     norms += model.final_norm * d * model.norm_weights * (1 + bool(model.encoder))
     output = model.vocab * d * model.has_output
     embeddings = (model.vocab + model.positions) * d + (0 if model.tied else output)
-    idle = mlp - sum(active_mlp_parameters(each, d) for each in networks)
+    idle = mlp - sum(n * active_mlp_parameters(each, d) for each, n in networks)
     active = attention + recurrent + mlp - idle + norms + output
     return Parameters(attention, recurrent, mlp, norms, embeddings, model.other_parameters, active)
 

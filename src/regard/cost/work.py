@@ -4,7 +4,6 @@ Bytes are the least that must be moved: weights, keys and values, and the input 
 once. Masked pairs cost nothing; a mixture of experts reads the experts that some token takes.
 """
 
-from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 from regard.cost.model import Attention, Layer, Mlp, Model
@@ -112,10 +111,11 @@ def forward(model: Model, call: Call) -> Parts:
     4.399120252928
     """
     parts, source = Parts(), model.source_length(call.source)
-    for layer, count in Counter(model.layers).items():
+    for layer, count in model.counted_layers.items():
         parts += _layer(layer, model.d_model, call, call.queries, source) * count
-    for layer, count in Counter(model.encoder if call.runs_encoder else ()).items():
-        parts += _layer(layer, model.d_model, replace(call, past=0), source, source) * count
+    if call.runs_encoder:
+        for layer, count in model.counted_encoder.items():
+            parts += _layer(layer, model.d_model, replace(call, past=0), source, source) * count
     if model.has_output:
         rows = call.batch * call.outputs
         parts += Parts(logits=_product(model.d_model * model.vocab, rows, model.d_model + model.vocab, call.item))
