@@ -65,6 +65,23 @@ def test_a_family_that_is_not_known_is_read_as_llamas_with_a_note():
     assert model.layers[0].mlp.gated
 
 
+@pytest.mark.parametrize(
+    ("written", "kv_heads"),
+    [
+        ({}, 4),
+        ({"multi_query": True}, 1),
+        ({"multi_query": False}, 4),
+        ({"multi_query_attention": True, "multi_query_group_num": 2}, 2),
+        ({"multi_query_attention": False, "multi_query_group_num": 2}, 4),
+        ({"multi_query": True, "num_key_value_heads": 2}, 2),
+    ],
+)
+def test_a_family_that_is_not_known_has_the_key_heads_that_its_entries_name(written, kv_heads):
+    entries = {"model_type": "newest", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = from_config("m", {**entries, "vocab_size": 7, "intermediate_size": 16, **written})
+    assert model.layers[0].attention.kv_heads == kv_heads
+
+
 def test_a_quantised_checkpoint_has_a_note():
     entries = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes = {"vocab_size": 7, "intermediate_size": 16}

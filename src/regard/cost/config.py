@@ -13,7 +13,7 @@ from typing import Any, cast
 from regard.cost.config_fields import NAMES, checked_value
 from regard.cost.entries import SHARED_EXPERTS, checked_entries
 from regard.cost.families import Family, default_entries, entry, find_family, is_sum, value_of
-from regard.cost.family_rules import add_family
+from regard.cost.family_rules import add_family, add_key_heads
 from regard.cost.fields import from_fields, missing_fields
 from regard.cost.layer_patterns import add_pattern
 from regard.cost.mixtures import add_experts, check_experts
@@ -72,6 +72,8 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     check_experts(name, family, fields)
     add_experts(name, family.name, config, fields)
     add_family(name, family.name, config, fields)
+    if not is_known:
+        add_key_heads(name, config, fields)
     _check_complete(name, family, config, fields)
     return from_fields(name, source, {**_computed(config, fields), "notes": [*fields.get("notes", ()), *notes]})
 

@@ -32,6 +32,16 @@ def add_family(name: str, family: str, config: Entries, fields: Fields) -> None:
         fields.pop("kv_heads", None)
 
 
+def add_key_heads(name: str, config: Entries, fields: Fields) -> None:
+    """Set the key heads of a family that is not known, from other names that config.json files have for them."""
+    if "kv_heads" in fields:
+        return
+    if config.get("multi_query_attention") and (groups := config.get("multi_query_group_num")) is not None:
+        fields["kv_heads"] = checked_value(name, "kv_heads", "multi_query_group_num", groups)
+    elif config.get("multi_query_attention") or config.get("multi_query"):
+        fields["kv_heads"] = 1
+
+
 def _bert(_name: str, config: Entries, fields: Fields) -> None:
     if config.get("is_decoder"):
         fields["causal"] = fields["has_output"] = True
