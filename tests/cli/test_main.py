@@ -38,6 +38,7 @@ def test_version_tells_what_is_installed(capsys):
     ("arguments", "said"),
     [
         (["look"], "invalid choice: 'look'"),
+        (["--json", "doctor"], ". Write --json after the command. See regard doctor --help."),
         (["inspect", "--max-new-tokens", "-1"], "'-1' is no count"),
         (["inspect", "--prompt-tokens", "many"], "'many' is no number of tokens"),
         (["inspect", "--top", "1.5"], "'1.5' is no count"),

@@ -210,6 +210,8 @@ def _unrecognized(unknown: list[str], usage: str) -> str:
     message = f"unrecognized arguments: {' '.join(options or unknown)}"
     known = re.findall(r"--[\w-]+", usage)
     for name in (each.partition("=")[0] for each in options):
+        if name in known:
+            return f"{message}. Write {name} after the command"
         near = nearest(name, [*HINTS, *known])
         if near in HINTS:
             return f"{message} ({HINTS[near]})"
