@@ -82,6 +82,13 @@ def test_a_family_that_is_not_known_has_the_key_heads_that_its_entries_name(writ
     assert model.layers[0].attention.kv_heads == kv_heads
 
 
+def test_latents_of_a_family_that_is_not_known_have_no_key_heads_of_their_own():
+    entries = {"model_type": "newest", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    entries |= {"vocab_size": 7, "intermediate_size": 16, **latent}
+    assert from_config("m", {**entries, "multi_query": True}).layers == from_config("m", entries).layers
+
+
 def test_a_quantised_checkpoint_has_a_note():
     entries = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes = {"vocab_size": 7, "intermediate_size": 16}

@@ -251,7 +251,7 @@ class _Version(argparse.Action):
 
 
 def _installed(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # it reads as long as all of this command
+    from importlib.metadata import PackageNotFoundError, version  # a third of the start of a command, if imported above
 
     try:
         return version(name)

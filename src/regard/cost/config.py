@@ -71,9 +71,9 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     add_pattern(name, family.name, config, fields)
     check_experts(name, family, fields)
     add_experts(name, family.name, config, fields)
-    add_family(name, family.name, config, fields)
     if not is_known:
         add_key_heads(name, config, fields)
+    add_family(name, family.name, config, fields)
     _check_complete(name, family, config, fields)
     return from_fields(name, source, {**_computed(config, fields), "notes": [*fields.get("notes", ()), *notes]})
 
