@@ -24,7 +24,8 @@ from torch import Tensor
 
 from regard import Causal, KVCache, Prefix, RefusalError, Rope, TensorBias, Window, attend
 from regard.cache import Codec, Fp8, Int4, Int8, Latent, Paged, Rolling, StoredTensor
-from regard.describe.spec import Spec, deserialize
+from regard.describe.serialized import deserialize
+from regard.describe.spec import Spec
 from tests.conformance import CASES, differentiated, dot_products
 from tests.oracle import Case, dense, worst
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.describe.feature import Elu1, Favor, Feature, Relu, Taylor
-from regard.describe.spec import deserialize
+from regard.describe.serialized import deserialize
 from regard.linear import linear_attend
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard import ProblemError
 from regard.describe.position import Learned, Rope, Sinusoidal
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
-from regard.describe.spec import deserialize
+from regard.describe.serialized import deserialize
 
 FAR = 1_000_000
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from regard import Causal, Mask, Prefix, ProblemError, TensorMask, Window, draw
 from regard.describe.mask import CallSizes
 from regard.describe.ragged import Ragged
-from regard.describe.spec import deserialize
+from regard.describe.serialized import deserialize
 from regard.plan.tiling import schedule
 
 INNER: tuple[Mask | None, ...] = (

@@ -26,32 +26,33 @@ from regard import (
     check_mask,
 )  # fmt: skip
 from regard.describe import mask as mask_of
-from regard.describe import spec as spec_of
 from regard.describe import tensors
+from regard.describe.fingerprint import INTERNED
 from regard.describe.mask import Mask, Positions
 from regard.describe.mask_by_rule import Dilated
-from regard.describe.spec import Spec, deserialize, spec
+from regard.describe.serialized import deserialize
+from regard.describe.spec import Spec, spec
 from regard.describe.tensors import content_key, derived, unchanged
 from tests.expressions import biases, masks
 
 
-def holds_a_predicate(word: Spec) -> bool:
-    return isinstance(word, MaskFunction) or any(holds_a_predicate(p) for p in word.parts() if isinstance(p, Spec))
+def contains_a_function(part: Spec) -> bool:
+    return isinstance(part, MaskFunction) or any(contains_a_function(p) for p in part.parts() if isinstance(p, Spec))
 
 
 @given(mask=masks(13, 13), bias=biases(13, 13))
-def test_a_word_that_is_spelled_and_read_is_the_same_word(mask: Spec, bias: Bias | None):
-    for said in (mask, bias):
-        if said is None or holds_a_predicate(said):
+def test_a_spec_that_is_serialised_and_read_is_the_same_spec(mask: Spec, bias: Bias | None):
+    for written in (mask, bias):
+        if written is None or contains_a_function(written):
             continue
         carried: list[torch.Tensor] = []
         numbers: list[int] = []
-        text = said.serialize(carried, numbers)
-        assert deserialize(text, carried, numbers) == said
-        assert [id(t) for t in carried] == [id(t) for t in said.tensors()]
+        text = written.serialize(carried, numbers)
+        assert deserialize(text, carried, numbers) == written
+        assert [id(t) for t in carried] == [id(t) for t in written.tensors()]
 
 
-def test_a_spelling_by_hand():
+def test_a_serialised_form_by_hand():
     ids = torch.arange(3)
     carried: list[torch.Tensor] = []
     numbers: list[int] = []
@@ -76,7 +77,7 @@ class Labelled(Mask):
 
 
 @pytest.mark.parametrize("text", ["", 'say "hi"', "back\\slash\\", "a\nline\tand\0", 'é"\u2028'])
-def test_any_text_is_spelled_and_read(text: str):
+def test_any_text_is_serialised_and_read(text: str):
     made, carried, numbers = Labelled(text, size=2), list[torch.Tensor](), list[int]()
     assert deserialize(made.serialize(carried, numbers), carried, numbers) == made
     check_mask(made, queries=9, keys=11)
@@ -102,7 +103,7 @@ def test_the_parts_of_a_tuple_are_those_of_the_spec():
     assert not Labelled("", (iter([1]),)).form().is_cacheable
 
 
-def test_an_outline_keeps_no_tensor():
+def test_a_fingerprint_keeps_no_tensor():
     fingerprint = (Causal() & Documents(torch.arange(3))).fingerprint()
     assert fingerprint.text == "Causal() & Documents(ids=int64[3])"
 
@@ -121,7 +122,7 @@ def test_functions_are_known_by_what_they_do():
     assert repr(MaskFunction(even)) == "MaskFunction(even)"
 
 
-def test_biases_are_written_as_they_are_said():
+def test_biases_are_printed_as_they_are_written():
     assert repr(Alibi(4) + T5Bias(torch.zeros(32, 4), bidirectional=False)) == (
         "Alibi(heads=4) + T5Bias(table=float32[32, 4], bidirectional=False)"
     )
@@ -142,7 +143,7 @@ def test_what_is_derived_of_a_tensor_is_made_once_and_again_when_it_changed():
     assert len(made) == 2
 
 
-def test_words_of_different_kinds_are_not_equal():
+def test_specs_of_different_kinds_are_not_equal():
     assert Window(4) != Alibi(4)
 
 
@@ -176,7 +177,7 @@ def test_a_tensor_that_was_expanded_is_read_where_it_has_elements():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
-def test_a_word_is_known_by_the_element_of_a_tensor_that_was_expanded(dtype: torch.dtype):
+def test_a_spec_is_identified_by_the_element_of_a_tensor_that_was_expanded(dtype: torch.dtype):
     one, same, other = (TensorBias(torch.full((1,), x).to(dtype).expand(3)) for x in (1.0, 1.0, 2.0))
     assert one == same
     assert one != other
@@ -221,7 +222,7 @@ def test_masks_that_differ_in_kind_order_or_field_are_combined_apart(other: Mask
         assert str(Causal() & Window(32)) == "Causal() & Window(left=32)"
 
 
-def test_numbers_that_are_equal_but_no_ints_are_read_as_ever():
+def test_numbers_that_equal_ints_stay_what_they_are():
     assert (Causal() & Window(1)) == (Causal() & Window(torch.tensor(1)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="Window"):
         Window(cast(Any, 1.5))
@@ -286,9 +287,9 @@ def test_masks_with_tensors_are_never_shared_nor_kept():
 
 
 def test_a_bounded_number_of_combined_masks_is_kept():
-    for n in range(1, 3 * spec_of.INTERNED):
+    for n in range(1, 3 * INTERNED):
         assert str(Causal() & Window(n)) == f"Causal() & Window(left={n})"
-    assert len(mask_of._pairs) <= spec_of.INTERNED
+    assert len(mask_of._pairs) <= INTERNED
     assert all(
         (made.a.constant(), made.b.constant()) == (a, b) for made, a, b in cast(Any, list(mask_of._pairs.values()))
     )

@@ -9,7 +9,7 @@ from hypothesis.strategies import DrawFn
 
 from regard.describe.mask import CallSizes, Rectangles
 from regard.describe.mask_by_term import MaskTerm
-from regard.describe.spec import deserialize
+from regard.describe.serialized import deserialize
 from regard.describe.term import Captured, Constant, Op, Term, Variable, evaluate
 
 SIZES = CallSizes(2, 2, 150, 140, 0)

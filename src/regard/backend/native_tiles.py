@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.interval import Edge, Interval
 from regard.describe.mask import CallSizes, Ints, Mask, intervals_of, is_made_of
 from regard.describe.mask_by_rule import KeyLengths
 from regard.describe.ragged import OF_POSITIONS
 from regard.describe.recent import Recent
-from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again
 from regard.plan.closed_form import FAR, is_by_query
 from regard.plan.problem import Operands, Sizes

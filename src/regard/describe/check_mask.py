@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.describe.interval import step_left
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
-from regard.describe.spec import deserialize
+from regard.describe.serialized import deserialize
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 

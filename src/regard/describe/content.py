@@ -64,7 +64,7 @@ _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _METHODS = (types.ClassMethodDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _PASSIVE = ANNOTATIONS | {
     "__dict__", "__module__", "__weakref__", "__slots__", "_abc_impl",
-    "_kind",  # of `regard.describe.spec`
+    "_kind",  # of `regard.describe.spec.Spec`
     "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__", "__static_attributes__",
     "__orig_bases__", "__parameters__", "__type_params__",
 }  # fmt: skip

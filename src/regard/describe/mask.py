@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from regard.describe.fingerprint import INTERNED, Fingerprint
 from regard.describe.interval import Union, as_int64, complement, fault_of, intersection, limited, union
 from regard.describe.not_a_spec import instead, received
-from regard.describe.spec import INTERNED, Fingerprint, Spec, spec
+from regard.describe.spec import Spec, spec
 from regard.describe.uses import find_uses, method_may_use
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError

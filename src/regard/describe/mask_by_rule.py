@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.describe.fingerprint import Fingerprint, constants
 from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.require_tensor import require_tensor
-from regard.describe.spec import Fingerprint, constants, spec
+from regard.describe.spec import spec
 from regard.describe.tensors import derived, elements
 from regard.describe.traced import refuse_proxy
 from regard.describe.whole_number import whole

@@ -26,8 +26,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.require_tensor import require_tensor
-from regard.describe.spec import Fingerprint, Spec, spec
+from regard.describe.spec import Spec, spec
 from regard.describe.traced import refuse_symbol
 from regard.errors import ProblemError
 

@@ -1,158 +1,31 @@
 """Specs: masks, biases and scores as frozen values, with a fingerprint and a serialised form.
 
-- The **fingerprint** of a spec is the same value with a `ContentKey` in place of each tensor and function. It is
-  hashable, comparable and printable, and keeps no tensor alive. Plans are cached by fingerprints.
-- The **serialised form** is a JSON text, a list of tensors and a list of ints (symbolic while torch traces): a torch
-  operator takes nothing else.
-
-Specs are frozen dataclasses, made with `@spec`; specs with equal fingerprints are equal. The class itself is part of
-the fingerprint. The name of the class is used in the serialised form only.
+Specs are frozen dataclasses, made with `@spec`; specs with equal fingerprints (`fingerprint.py`) are equal. The class
+itself is part of the fingerprint. The name of the class is used in the serialised form (`serialized.py`) only.
 """
 
 import dataclasses
 import functools
 import inspect
 import itertools
-import json
-import reprlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
-from weakref import WeakValueDictionary, ref
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.content import Untraceable, content, values
+from regard.describe.content import values
+from regard.describe.fingerprint import INTERNED, PLAIN, Fingerprint, KindRef, constants, intern, interned, part_key
+from regard.describe.serialized import CALLED, classes, is_serialized_as_it_is, serialize_value
 from regard.describe.suggestions import refuse_arguments, suggest_keywords
-from regard.describe.tensors import ContentKey, content_key, form
+from regard.describe.tensors import content_key, form
 from regard.errors import ProblemError, RefusalError
 from regard.torch_internals import DYNAMO_LISTS_ATTRIBUTES
 
 W = TypeVar("W", bound="type[Spec]")
 
-
-_PLAIN = frozenset({bool, float, int, str, type(None)})
-"""Types of fields that a fingerprint has unchanged."""
-
-
 _CACHED = ("_fingerprint", "_registered")
 """Attributes of a spec that are caches."""
-
-
-_CALLED = "()"
-"""Ends the serialised name of a class whose constructor derives attributes."""
-
-
-INTERNED = 1024
-"""Fingerprints of constant specs that are kept, so that a mask written in a call costs a look-up and not a new key.
-
-Their fields are ints, None and such specs, whose equal values are the same: True equals 1, and -0.0 equals 0.0."""
-
-_interned: "dict[tuple[type[Spec], tuple[Any, ...]], Fingerprint]" = {}
-
-
-constants: "dict[tuple[Any, ...], tuple[Fingerprint, tuple[Fingerprint, ...]]]" = {}
-"""The same by class and fields, with the addresses of fingerprints in place of specs; these are kept alive beside it.
-
-Hashing and comparing such a key runs no Python, so a mask written in a call costs 1 to 2 us less."""
-
-
-class _Kind(ref["type[Spec]"]):
-    """A weak reference to the class of a spec: a class may have tensors, and a fingerprint keeps nothing alive.
-
-    Attributes:
-        name: of the class.
-        is_own: whether the class is one of regard's; of other classes the content is part of the fingerprint, too.
-    """
-
-    __slots__ = ("is_own", "name")
-
-    is_own: bool
-    name: str
-
-    @classmethod
-    def of(cls, kind: "type[Spec]") -> "_Kind":
-        made = cls(kind)
-        made.name, made.is_own = kind.__name__, kind.__module__.startswith("regard.")
-        return made
-
-
-class Fingerprint:
-    """A spec without its tensors.
-
-    Attributes:
-        parts: the values of the fields, in order; fingerprints of specs, content keys of tensors and functions.
-
-    ```
-    >>> from regard import Causal, Window
-    >>> (Causal() & Window(4)).fingerprint().text
-    'Causal() & Window(left=4)'
-
-    ```
-    """
-
-    __slots__ = ("_behaviour", "_hash", "_kind", "is_constant", "is_registered", "parts")
-
-    def __init__(self, kind: "type[Spec]", parts: tuple[Any, ...], more: dict[str, Any] | None = None) -> None:
-        self.parts = parts
-        self._kind = kind._kind  # pyright: ignore[reportPrivateUsage]
-        self._behaviour: Hashable = () if self._kind.is_own else content([kind, more])  # more: besides the fields
-        self._hash: int | None = None  # cached, as every call looks up its plan by fingerprints
-        self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
-        """Whether nothing in the spec can change: no tensor, no function, and a class of regard."""
-        self.is_registered: bool = kind._made is kind and all(  # pyright: ignore[reportPrivateUsage]
-            part.is_registered for part in parts if type(part) is Fingerprint
-        )
-        """Whether the classes of the spec and of those in it were made with `@spec`."""
-
-    @property
-    def kind(self) -> "type[Spec]":
-        """The class of the spec."""
-        kind = self._kind()
-        assert kind is not None, f"the class {self._kind.name} is gone"
-        return kind
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Fingerprint)
-            and self._kind is other._kind
-            and self.is_registered == other.is_registered
-            and self.parts == other.parts
-            and self._behaviour == other._behaviour
-        )
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash((self._kind, self.parts, self._behaviour))
-        return self._hash
-
-    @property
-    def is_cacheable(self) -> bool:
-        """Whether the fingerprint changes whenever the spec does; if not, nothing may be cached by it."""
-        return self.is_constant or (
-            not isinstance(self._behaviour, Untraceable) and all(map(_is_cacheable, self.parts))
-        )
-
-    def contents(self) -> list[ContentKey]:
-        """The content keys of the tensors and functions in the spec, in order."""
-        found: list[ContentKey] = []
-        for part in self.parts:
-            if isinstance(part, Fingerprint):
-                found += part.contents()
-            elif isinstance(part, ContentKey):
-                found.append(part)
-        return found
-
-    @property
-    def text(self) -> str:
-        """The spec in printed form."""
-        kind = self._kind()
-        return f"{self._kind.name}(...)" if kind is None else kind.written(self.parts)
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 class Spec:
@@ -162,7 +35,6 @@ class Spec:
     `Causal` is an attribute of ONNX's operator, it asks `type(mask) is Causal`: a user's subclass may be anything.
     """
 
-    _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
     _arguments: ClassVar[frozenset[str]] = frozenset()
     """The fields that are no `field(init=False)`."""
@@ -173,14 +45,14 @@ class Spec:
     _serial_name: ClassVar[str] = ""
     _made: ClassVar["type[Spec] | None"] = None
     """The class that `@spec` made; a subclass without `@spec` inherits that of another class."""
-    _kind: ClassVar[_Kind]
+    _kind: ClassVar[KindRef]
     is_combined: ClassVar[bool] = False
     """Whether operators make it of other specs (`a & b`), and no caller names its fields."""
     __array_ufunc__: ClassVar[None] = None  # so numpy leaves `array & mask` to the mask
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._kind = _Kind.of(cls)  # also without `@spec`: it is printed before it is refused
+        cls._kind = KindRef.of(cls)  # also without `@spec`: it is printed before it is refused
 
     def fingerprint(self) -> Fingerprint:
         """This spec with a content key in place of each tensor and function; computed once for a constant spec."""
@@ -196,11 +68,11 @@ class Spec:
                     part = part.fingerprint()
                     is_exact = is_exact and part.is_constant
                 else:
-                    part, is_exact = part if type(part) in _PLAIN else _fingerprint_part(part), False
+                    part, is_exact = part if type(part) in PLAIN else _fingerprint_part(part), False
             found.append(part)
         kind, parts = type(self), tuple(found)
         if is_exact:
-            made = _interned.get((kind, parts)) or _intern(kind, parts)
+            made = interned.get((kind, parts)) or intern(kind, parts)
         else:
             made = Fingerprint(kind, parts, self._more())
         if made.is_constant:
@@ -219,7 +91,7 @@ class Spec:
             part = getattr(self, name)
             if part is not None and type(part) is not int:
                 if not isinstance(part, Spec):
-                    return self.fingerprint() if type(part) in _PLAIN else None
+                    return self.fingerprint() if type(part) in PLAIN else None
                 part = part.constant()
                 if part is None:
                     return None
@@ -295,7 +167,7 @@ class Spec:
     def serialize(self, tensors: list[Tensor], ints: list[int]) -> str:
         """The spec as JSON, tensors and ints appended to the lists; `deserialize` reads it. Floats keep every bit."""
         parts = [_serialize_part(part, tensors, ints) for part in self.parts()]
-        name = self._serial_name + (_CALLED if self.has_attributes() else "")
+        name = self._serial_name + (CALLED if self.has_attributes() else "")
         return "[" + ", ".join(['"' + name + '"', *parts]) + "]"
 
     def has_attributes(self) -> bool:
@@ -380,10 +252,10 @@ def spec(cls: W) -> W:
     if not made.is_combined:
         is_empty = not dataclasses.fields(cast(Any, made)) and not hasattr(made, "__post_init__")
         made.__init__ = refuse_arguments(made.__init__) if is_empty else suggest_keywords(made.__init__)
-    kind = _Kind.of(made)
+    kind = KindRef.of(made)
     plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
     names = (plain if not i else f"{plain}#{i}" for i in itertools.count())
-    name = next(name for name in names if name not in Spec._serialized)  # pyright: ignore[reportPrivateUsage]
+    name = next(name for name in names if name not in classes)
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
     made._serial_name, made._kind, made._made = name, kind, made  # pyright: ignore[reportPrivateUsage]
     computed = {n for base in made.__mro__ for n, x in vars(base).items() if isinstance(x, functools.cached_property)}
@@ -391,7 +263,7 @@ def spec(cls: W) -> W:
     given = frozenset(f.name for f in dataclasses.fields(cast(Any, made)) if f.init)
     made._arguments = given  # pyright: ignore[reportPrivateUsage]
     made._is_rerun = not kind.is_own and _has_plain_post_init(made)  # pyright: ignore[reportPrivateUsage]
-    Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
+    classes[name] = made
     return made
 
 
@@ -417,32 +289,6 @@ def _is_used(base: type, name: str) -> bool:
     return (name in vars(base) or name in _CACHED) and name not in getattr(base, "_fields", ())
 
 
-def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Spec:
-    """The spec that `Spec.serialize` wrote.
-
-    >>> from regard import Window
-    >>> tensors, ints = [], []
-    >>> Window(4).serialize(tensors, ints), ints
-    ('["Window", {"number": 0}, null]', [4])
-    >>> deserialize('["Window", {"number": 0}, null]', tensors, ints)
-    Window(left=4)
-    """
-
-    def read(node: Any) -> Any:
-        if isinstance(node, dict):
-            ((kind, value),) = cast("dict[str, Any]", node).items()
-            if kind == "float":
-                return float.fromhex(value)
-            return {"tensor": tensors, "number": ints}[kind][value] if kind != "tuple" else tuple(map(read, value))
-        if isinstance(node, list):
-            name, *parts = cast("list[Any]", node)
-            kind = Spec._serialized[name.removesuffix(_CALLED)]  # pyright: ignore[reportPrivateUsage]
-            return kind.of_parts(map(read, parts), has_attributes=name.endswith(_CALLED))
-        return node
-
-    return read(json.loads(text, strict=False))  # a text may have line breaks
-
-
 def map_tuple(change: Callable[[Any], Any], part: tuple[Any, ...]) -> tuple[Any, ...]:
     """A tuple of the same kind with `change` of each member.
 
@@ -462,7 +308,7 @@ def _is_same(a: Any, b: Any) -> bool:
     if type(a) is tuple and type(b) is tuple:
         pair = cast("tuple[Any, ...]", a), cast("tuple[Any, ...]", b)
         return len(pair[0]) == len(pair[1]) and all(map(_is_same, *pair))
-    return a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b)
+    return a is b or (type(a) in PLAIN and type(a) is type(b) and a == b)
 
 
 def _members(parts: tuple[Any, ...]) -> list[Any]:
@@ -474,13 +320,6 @@ def _members(parts: tuple[Any, ...]) -> list[Any]:
         else:
             found.append(part)
     return found
-
-
-def _intern(kind: "type[Spec]", parts: tuple[Any, ...]) -> Fingerprint:
-    made = Fingerprint(kind, parts)
-    if len(_interned) >= INTERNED:
-        _interned.clear()
-    return _interned.setdefault((kind, parts), made)
 
 
 def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
@@ -497,29 +336,7 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
             )
         inner = [_serialize_part(p, tensors, ints) for p in cast("tuple[Any, ...]", part)]
         return '{"tuple": [' + ", ".join(inner) + "]}"
-    if part is None:
-        return "null"
-    if isinstance(part, torch.SymFloat):  # the graph would truncate it to an integer
-        raise TypeError("a float that torch.compile traces cannot be part of a mask or bias in a graph: use float(x).")
-    if isinstance(part, np.floating):
-        part = float(cast(Any, part))
-    if isinstance(part, _REFUSED) and not _is_serialized_as_it_is(part):
-        raise RefusalError(
-            f"a {type(part).__name__} in a mask, bias or score cannot pass through torch.compile, torch.export or a "
-            "dispatch mode such as torch's FLOP counter: give it as a number, a text or a tensor."
-        )
-    if type(part) is bool:
-        return "true" if part else "false"
-    if type(part) is str:
-        return '"' + part.replace("\\", r"\\").replace('"', r"\"") + '"'  # torch cannot trace json.dumps
-    if type(part) is float:
-        return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
-    ints.append(cast(int, part))
-    return '{"number": ' + str(len(ints) - 1) + "}"
-
-
-_REFUSED = (int, float, str, list, dict, torch.dtype, torch.device, FunctionType)
-"""What an operator does not take, where it is no plain number or text; of other types torch says so."""
+    return serialize_value(part, ints)
 
 
 def _passes(part: Any, spec_passes: "Callable[[Spec], bool]") -> bool:
@@ -528,18 +345,13 @@ def _passes(part: Any, spec_passes: "Callable[[Spec], bool]") -> bool:
         return spec_passes(part)
     if type(part) is tuple:
         return all(_passes(each, spec_passes) for each in cast("tuple[Any, ...]", part))
-    return _is_serialized_as_it_is(part)
-
-
-def _is_serialized_as_it_is(part: Any) -> bool:
-    """Whether `deserialize` gives this value: a member of an `IntEnum` is an int, and would become a plain one."""
-    return part is None or type(part) in (bool, int, float, str) or isinstance(part, torch.SymInt | Tensor)
+    return is_serialized_as_it_is(part)
 
 
 def _fingerprint_part(part: Any) -> Any:
     if isinstance(part, Spec):
         return part.fingerprint()
-    return content_key(part) if isinstance(part, Tensor) else _part_key(part)
+    return content_key(part) if isinstance(part, Tensor) else part_key(part)
 
 
 def _form_part(part: Any) -> Any:
@@ -547,50 +359,7 @@ def _form_part(part: Any) -> Any:
         return part.form()
     if type(part) is tuple:
         return tuple(map(_form_part, cast("tuple[Any, ...]", part)))
-    return form(part) if isinstance(part, Tensor) else _part_key(part)
-
-
-def _part_key(part: Any) -> Any:
-    """A content key for what may change or have tensors, such as a function or a list; other values unchanged."""
-    if _never_changes(part):
-        return part
-    return ContentKey(content(part), _text_of(part))
-
-
-def _text_of(part: Any) -> str:
-    """What is printed for it: without an address, as ranks of a process group compare it."""
-    if isinstance(part, type | FunctionType | BuiltinFunctionType):
-        return part.__name__
-    if isinstance(part, MethodType):
-        return _text_of(part.__func__)
-    if isinstance(part, functools.partial):
-        return f"partial({_text_of(cast(Any, part).func)})"
-    return type(part).__name__ if type(part).__repr__ is object.__repr__ else reprlib.repr(part)
-
-
-def _never_changes(part: Any) -> bool:
-    if type(part) is tuple:
-        return all(map(_never_changes, cast("tuple[Any, ...]", part)))
-    return type(part) in _PLAIN or isinstance(part, torch.dtype | torch.device | torch.SymInt)
-
-
-def _is_constant(part: Any) -> bool:
-    if type(part) in _PLAIN:
-        return True
-    if type(part) is tuple:
-        return all(map(_is_constant, cast("tuple[Any, ...]", part)))
-    return part.is_constant if isinstance(part, Fingerprint) else not isinstance(part, ContentKey)
-
-
-def _is_cacheable(part: Any) -> bool:
-    """Whether a part of a fingerprint changes whenever the spec does."""
-    if type(part) is tuple:
-        return all(map(_is_cacheable, cast("tuple[Any, ...]", part)))
-    return (
-        part.is_cacheable
-        if isinstance(part, Fingerprint)
-        else not isinstance(getattr(part, "content", None), Untraceable)
-    )
+    return form(part) if isinstance(part, Tensor) else part_key(part)
 
 
 def _cacheable_fingerprint(part: Spec) -> Fingerprint | None:

@@ -1,8 +1,8 @@
 """The operator that torch sees: `regard::attend`, with a schema, a fake kernel, autograd and vmap.
 
 What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is
-whole whatever backend runs in it. Specs pass through it as a text and a list of tensors (`describe/spec.py`). A call
-that is not traced does not pass here: its kernel runs directly, which costs less, and which the reference can
+whole whatever backend runs in it. Specs pass through it as a text and a list of tensors (`describe/serialized.py`). A
+call that is not traced does not pass here: its kernel runs directly, which costs less, and which the reference can
 differentiate twice. Only where a dispatch mode is on does it pass here, so that torch's FLOP counter sees it.
 
 Backward differentiates the operator once; what it cannot differentiate (a second time, forward mode, `torch.func`,
@@ -30,7 +30,7 @@ from regard.describe.mask import And, CallSizes, Mask, Not, Or
 from regard.describe.mask_by_table import TensorMask
 from regard.describe.mask_function import MaskFunction
 from regard.describe.score import Dot
-from regard.describe.spec import deserialize
+from regard.describe.serialized import deserialize
 from regard.describe.tensors import is_without_data
 from regard.dispatch.choose import BACKENDS, check_backend
 from regard.dispatch.execute import drawing, execute

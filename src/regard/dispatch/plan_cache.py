@@ -17,10 +17,10 @@ from torch import Tensor
 
 from regard import native
 from regard.describe.bias import Bias
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask, is_made_of
 from regard.describe.mask_by_rule import Causal, Dilated, Prefix, Window
 from regard.describe.score import Dot
-from regard.describe.spec import Fingerprint
 from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose, forget_plans

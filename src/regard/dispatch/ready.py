@@ -20,8 +20,8 @@ from weakref import ref
 from torch import Tensor, is_grad_enabled
 
 from regard.backend.contract import Bound, RepeatableKernel, Repeated
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
-from regard.describe.spec import Fingerprint
 from regard.dispatch.choose import Plan
 from regard.plan.problem import Operands
 from regard.storage.stored import StoredTensor

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import And, Bools, CallSizes, Mask, Or, Positions
 from regard.describe.mask_by_term import MaskTerm
-from regard.describe.spec import Fingerprint, spec
+from regard.describe.spec import spec
 from regard.describe.tensors import ContentKey, content_key
 from regard.describe.term import Captured, Constant, Op, Term, Variable
 from regard.errors import ProblemError

@@ -12,10 +12,11 @@ from regard.attention import cast_by_autocast
 from regard.backend.contract import Backend
 from regard.calls import check_unobserved
 from regard.describe.bias import Bias
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
 from regard.describe.score import Dot, Score
-from regard.describe.spec import Fingerprint, Spec
+from regard.describe.spec import Spec
 from regard.describe.tensors import elements
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError

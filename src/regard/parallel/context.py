@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from regard.calls import route_calls
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
-from regard.describe.spec import Fingerprint
 from regard.errors import ProblemError, RefusalError
 from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttention
 from regard.nn.token_positions import tokens_at

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, values_of
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.recent import Recent
-from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again
 from regard.plan.problem import Operands, Problem
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias, values_of
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask, Rectangles, bounds_of, intervals_of
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
-from regard.describe.spec import Fingerprint
 from regard.describe.tensors import ContentKey
 from regard.plan.few_rows import cover
 from regard.plan.problem import Operands, Problem, is_pairwise

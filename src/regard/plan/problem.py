@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, TensorBias
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.score_function import ScoreFunction
-from regard.describe.spec import Fingerprint
 from regard.seeds import draw
 from regard.storage.stored import StoredTensor
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.by_row import bias_by_row, mask_by_row
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.ragged import Ragged
 from regard.describe.score import Score
-from regard.describe.spec import Fingerprint, Spec
+from regard.describe.spec import Spec
 from regard.errors import ProblemError
 from regard.plan.checks import check_offset, check_readable, check_specs, row_offsets
 from regard.plan.problem import Sizes

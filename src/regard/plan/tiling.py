@@ -8,10 +8,10 @@ that stay undecided are evaluated pair by pair, one tile for each signature (`Ma
 import numpy as np
 import torch
 
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.interval import FAR, Interval, Union, step_left
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
 from regard.describe.recent import Recent
-from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again, unchanged
 from regard.plan.checks import check_is_not_mapped
 from regard.plan.closed_form import CELLS, Grid, closed_form

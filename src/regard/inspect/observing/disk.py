@@ -19,8 +19,10 @@ from torch import Tensor
 
 from regard.calls import Call
 from regard.describe.bias import Bias
+from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
-from regard.describe.spec import Fingerprint, Spec, deserialize
+from regard.describe.serialized import deserialize
+from regard.describe.spec import Spec
 from regard.errors import ProblemError
 from regard.inspect.weights.lazy import Weights
 from regard.torch_internals import is_batched, without_gradient_wrappers

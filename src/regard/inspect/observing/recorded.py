@@ -15,7 +15,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from regard.describe.spec import Fingerprint, Spec, deserialize
+from regard.describe.fingerprint import Fingerprint
+from regard.describe.serialized import deserialize
+from regard.describe.spec import Spec
 from regard.errors import ProblemError
 from regard.inspect.names import Heads, read_head, read_heads
 from regard.inspect.observing.disk import Folder, Parts, copy_of, is_serializable, read_folder
