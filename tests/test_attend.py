@@ -85,7 +85,7 @@ def test_any_strides_give_the_same():
         )
 
 
-def test_a_watcher_is_told_of_every_call():
+def test_an_observer_gets_every_call():
     calls: list[Call] = []
     q, sink = torch.randn(1, 2, 5, 8), torch.zeros(2)
     with observe_calls(calls.append):

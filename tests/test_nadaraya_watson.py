@@ -97,7 +97,7 @@ def test_any_score_is_the_logarithm_of_a_kernel():
         ((torch.Size(), (7, 4), (7, 2)), r"queries is a tensor \[\]"),
     ],
 )
-def test_what_makes_no_regression_is_said(shapes: tuple[tuple[int, ...], ...], message: str):
+def test_what_makes_no_regression_is_refused(shapes: tuple[tuple[int, ...], ...], message: str):
     with pytest.raises(ProblemError, match=message):
         nadaraya_watson(*(torch.zeros(s) for s in shapes), kernel=Gaussian(1.0))
 

@@ -226,9 +226,9 @@ def test_the_first_call_without_the_library_warns_and_names_the_line_that_called
     with pytest.warns(SlowWarning) as warned:
         attend(q, q, q, mask=Causal())
     assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
-    said = str(warned[0].message)
+    shown = str(warned[0].message)
     for words in ("several times slower", "Install g++ or clang++", "category=regard.SlowWarning", "REGARD_QUIET=1"):
-        assert words in said
+        assert words in shown
     attend(q, q, q, mask=Window(3))  # a warning would be an error
 
 

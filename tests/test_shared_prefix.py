@@ -35,7 +35,7 @@ def calls(run: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[int, ...]]]:
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("mask", [None, Causal()], ids=["all", "causal"])
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
-def test_a_prefix_that_is_said_is_computed_once(queries: int, mask: Causal | None, sink: bool):
+def test_a_shared_prefix_is_computed_once(queries: int, mask: Causal | None, sink: bool):
     q, prefix, own = torch.randn(5, 4, queries, QK), tokens_of(97), tokens_of(11, batch=5)
     words = {"mask": mask, "sink": torch.randn(4) if sink else None, "softcap": 3.0, "scale": 0.3, "score": Dot()}
     out, seen = calls(lambda: attend_shared(q, *own, prefix=prefix, **words))

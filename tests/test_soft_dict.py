@@ -124,7 +124,7 @@ def test_gradients_flow_through_a_soft_look_up():
         (lambda: SoftDict(torch.eye(3), torch.eye(3), 0).look_up(torch.zeros(5)), "q has 5 dimensions and k 3"),
     ],
 )
-def test_what_makes_no_sense_is_said(make: Any, message: str):
+def test_what_makes_no_sense_is_refused(make: Any, message: str):
     with pytest.raises(ProblemError, match=message):
         make()
 

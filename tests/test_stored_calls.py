@@ -55,8 +55,8 @@ def test_torchs_kernel_is_given_tensors(name: str) -> None:
 
 def test_what_else_a_call_says_holds_for_stored_ones() -> None:
     k, v = STORED["int4"]
-    said: dict[str, Any] = {"mask": Causal(), "bias": Alibi(6), "softcap": 5.0, "scale": 0.3, "sink": normal(6)}
-    assert torch.equal(attend(Q, k, v, **said), attend(Q, dense(k), dense(v), **said))
+    arguments: dict[str, Any] = {"mask": Causal(), "bias": Alibi(6), "softcap": 5.0, "scale": 0.3, "sink": normal(6)}
+    assert torch.equal(attend(Q, k, v, **arguments), attend(Q, dense(k), dense(v), **arguments))
     assert torch.allclose(attend(Q, k, v, score=Cosine()), attend(Q, dense(k), dense(v), score=Cosine()))
     state, plain_state = attend_state(Q, k, v), attend_state(Q, dense(k), dense(v))
     assert torch.equal(state.lse, plain_state.lse)

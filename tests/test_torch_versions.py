@@ -1,4 +1,4 @@
-"""Other versions of torch: which ones fit, what a newer one is told, and what happens where a private name is gone."""
+"""Other versions of torch: which ones fit, what is reported of newer ones, and what happens without a private name."""
 
 import subprocess
 import sys
@@ -46,9 +46,9 @@ def test_the_package_takes_any_newer_torch():
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.99.0+cpu", "2.99.0a0+git1234567", "3.0.0"])
 def test_a_version_that_was_not_tested_is_named(version: str):
-    said = torch_versions.untested(version)
-    assert said is not None
-    assert said.startswith(f"torch {version} is {'older' if version == '2.10.1' else 'newer'} than")
+    reason = torch_versions.untested(version)
+    assert reason is not None
+    assert reason.startswith(f"torch {version} is {'older' if version == '2.10.1' else 'newer'} than")
 
 
 @pytest.mark.usefixtures("loud")

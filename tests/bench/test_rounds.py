@@ -31,9 +31,9 @@ def test_a_ratio_is_taken_within_each_round():
 
 
 def test_progress_knows_how_many_rounds_there_will_be():
-    told = []
-    interleaved({"a": lambda: 1.0}, Effort(seconds=0.0, least=3, most=3), lambda *now: told.append(now))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    output = []
+    interleaved({"a": lambda: 1.0}, Effort(seconds=0.0, least=3, most=3), lambda *now: output.append(now))
+    assert output == [(1, 3), (2, 3), (3, 3)]
 
 
 def interrupts_at(count):

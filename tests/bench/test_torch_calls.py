@@ -33,7 +33,7 @@ def test_every_way_gives_what_regard_gives(name):
         torch.testing.assert_close(way(q, k, v), attend(q, k, v, **words, backend="reference"))
 
 
-def test_what_torch_can_say_without_a_mask_is_said_so():
+def test_what_torch_can_compute_without_a_mask_gets_none():
     assert list(torch_calls(CASES["causal"], torch.float32, {"mask": Causal()})) == ["is_causal"]
     assert list(torch_calls(CASES["the last token"], torch.float32, {"mask": Causal()})) == [
         "no mask",

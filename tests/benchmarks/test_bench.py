@@ -80,7 +80,7 @@ def test_a_case_is_the_same_to_torch(row):
         (cases.Goal(mebibytes=64), ["memory"]),
     ],
 )
-def test_a_goal_is_reached_or_said_to_be_missed(goal, missed):
+def test_a_goal_is_reached_or_reported_as_missed(goal, missed):
     assert line(goal).missed() == missed
 
 
@@ -119,7 +119,7 @@ def test_the_picture_is_sound_and_shows_each_case_and_no_limit_twice():
     assert len(bars) == 1 + len(lines)  # and one in the legend
 
 
-def test_a_machine_that_was_not_quiet_is_told_from_one_that_was():
+def test_a_machine_that_was_not_quiet_is_distinguished_from_one_that_was():
     assert report.unrest([line(limit=5.0e11), line(limit=5.2e11), line(limit=9e11, threads=4)]) == []
     assert report.unrest([line(limit=5.0e11), line(limit=2.0e11)]) == [
         "The machine was not quiet: its own limit moved between 200 and 500 GFLOP/s (fp32, 2 threads)."
@@ -232,7 +232,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(monkeypatch, tmp
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
+def test_a_case_that_fails_is_reported_and_the_others_go_on(monkeypatch, capsys):
     measure = bench.measure
 
     def failing(case, *more, **named):
@@ -248,7 +248,7 @@ def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--cases", "nothing like it"], "no case has 'nothing like it' in its name"),
         (["--write", "--cases", "causal"], "--write writes the whole page"),
@@ -257,11 +257,11 @@ def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(arguments, said, capsys):
+def test_what_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
     assert bench.main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert message in err
 
 
 def test_an_instruction_set_limits_regard_and_torch_of_a_new_process(monkeypatch):

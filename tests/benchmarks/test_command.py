@@ -1,4 +1,4 @@
-"""What the benchmark commands share: they print, and write pages only where they are told to."""
+"""What the benchmark commands share: they print, and write pages only where they are asked to."""
 
 import re
 from pathlib import Path

@@ -14,15 +14,15 @@ from tests.inspect.reports import report
 @pytest.mark.exhaustive
 def test_a_quick_run_prints_a_sweep_beside_its_attention(capsys: pytest.CaptureFixture[str]):
     assert inspect.main(["--quick", "--threads", "1"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"\| 1,024 \| [\d.]+ \| [\d.]+ \| [\d.]+ \| (\d+ %)? ?\|", said)
-    assert re.search(r"One head, 4,096 tokens: [\d.]+ s, \d+ MiB", said)
-    exact = said.partition("### Exactness")[2]
+    message = capsys.readouterr().out
+    assert re.search(r"\| 1,024 \| [\d.]+ \| [\d.]+ \| [\d.]+ \| (\d+ %)? ?\|", message)
+    assert re.search(r"One head, 4,096 tokens: [\d.]+ s, \d+ MiB", message)
+    exact = message.partition("### Exactness")[2]
     assert exact.count("| yes |") == 4
     assert "**no**" not in exact
 
 
-def test_a_measure_that_is_off_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_a_measure_that_is_off_is_reported(monkeypatch: pytest.MonkeyPatch):
     dense = inspect_exact._dense
     monkeypatch.setattr(inspect_exact, "_dense", lambda q, k: dense(q * (1 + 1e-4), k))
     assert inspect_exact.agreement(64).count("**no**") >= 2
@@ -35,8 +35,8 @@ def test_goals_are_reached_up_to_the_most():
 def test_the_page_says_its_size_and_what_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(inspect_page, "survey", lambda *_, **__: report())
     monkeypatch.setattr(inspect_page, "CHROMIUM", tmp_path / "chromium")
-    said = inspect_page.page(None, None, 12)
-    assert re.search(r"heads, \d+ tokens: 0\.\d MB \(goal: less than 15; reached: yes\)\. There is no", said)
+    message = inspect_page.page(None, None, 12)
+    assert re.search(r"heads, \d+ tokens: 0\.\d MB \(goal: less than 15; reached: yes\)\. There is no", message)
 
 
 @pytest.mark.exhaustive
@@ -52,7 +52,7 @@ def test_the_page_is_opened_and_timed(monkeypatch: pytest.MonkeyPatch):
     assert re.search(r"first picture \d+\.\d\d s .*, all \d+\.\d\d s", text)
 
 
-def test_a_page_that_is_not_there_is_said_before_anything_is_measured(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_page_is_reported_before_anything_is_measured(tmp_path, capsys: pytest.CaptureFixture[str]):
     assert inspect.main(["--write", str(tmp_path)]) == 2
     assert "there is no" in capsys.readouterr().err
 
@@ -66,7 +66,7 @@ def test_a_whole_run_writes_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path):
     for name in ("long_sweep", "use_regard", "pair_measures", "page"):
         monkeypatch.setattr(inspect, name, lambda *_, name=name: name)
     assert inspect.main(["--seconds", "0.05", "--write", str(tmp_path)]) == 0
-    said = page.read_text()
-    assert said.startswith("A\n")
-    assert "pair_measures\n\n### The page" in said
-    assert "old" not in said
+    message = page.read_text()
+    assert message.startswith("A\n")
+    assert "pair_measures\n\n### The page" in message
+    assert "old" not in message

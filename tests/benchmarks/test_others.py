@@ -60,7 +60,7 @@ def test_nothing_is_measured_where_outputs_differ():
         others.measure(Case("dense", 40, 40), Arguments(), torch.float32, QUICK)
 
 
-def test_what_differs_from_a_plain_causal_call_is_told_to_the_others():
+def test_what_differs_from_a_plain_causal_call_is_sent_to_the_others():
     for case, more in CASES:
         options = case.options(torch.float32)
         assert more.softcap == options.get("softcap", 0.0), case.name

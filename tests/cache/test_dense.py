@@ -91,7 +91,7 @@ def test_it_says_how_much_it_holds():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         ({"batch": 1}, r"\[1, 3, 1, 5\].*\[2, 3, 4, 5\]"),
         ({"heads": 6}, r"\[2, 6, 1, 5\].*\[2, 3, 4, 5\]"),
@@ -99,10 +99,10 @@ def test_it_says_how_much_it_holds():
         ({"v_dim": 8}, r"v is .*\[2, 3, 1, 8\].*\[2, 3, 4, 7\]"),
     ],
 )
-def test_tokens_of_another_size_are_named_beside_what_is_stored(sizes: dict[str, int], said: str):
+def test_tokens_of_another_size_are_named_beside_what_is_stored(sizes: dict[str, int], message: str):
     cache = KVCache()
     cache.append(*tokens_of(4))
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         cache.append(*tokens_of(1, **sizes))
     assert cache.tokens == 4
 
@@ -183,7 +183,7 @@ def test_it_is_a_list_of_tokens(codec: torch.dtype | None, steps: list[tuple[str
         assert cache.tokens == cache.tokens_seen == len(kept)
 
 
-def test_another_float_type_halves_the_bytes_and_is_handed_out_as_it_lies():
+def test_another_float_type_halves_the_bytes_and_is_returned_as_it_is():
     cache, (k, v) = KVCache(codec=torch.float16), tokens_of(71)
     keys, values = cache.append(k, v)
     assert isinstance(keys, StoredTensor)

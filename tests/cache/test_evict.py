@@ -116,7 +116,7 @@ def test_what_stays_is_whole(kind: type[Eviction], options: dict[str, object]):
 
 
 @every_word
-def test_one_word_serves_many_caches(kind: type[Eviction], options: dict[str, object]):
+def test_one_policy_serves_many_caches(kind: type[Eviction], options: dict[str, object]):
     word = kind(11, **options)
     assert word == kind(11, **options)
     assert len({word, kind(11, **options), kind(12, **options)}) == 2
@@ -271,10 +271,10 @@ def test_reading_evicts_nothing():
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "said"),
+    ("kind", "given", "message"),
     [
-        pytest.param(kind, given, said, id=f"{kind.__name__} {given}")
-        for kind, given, said in (
+        pytest.param(kind, given, message, id=f"{kind.__name__} {given}")
+        for kind, given, message in (
             (Knorm, {"budget": True}, "expected a number of tokens, or a share below 1"),
             (Knorm, {"budget": "all"}, "budget='all'"),
             (Knorm, {"budget": 1.5}, "a float is the share"),
@@ -302,10 +302,10 @@ def test_reading_evicts_nothing():
         )
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(kind: type[Eviction], given: dict[str, object], said: str):
+def test_numbers_that_make_no_sense_are_refused(kind: type[Eviction], given: dict[str, object], message: str):
     with pytest.raises(ProblemError) as error:
         kind(**given)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_infinite_scores_are_tied_to_no_others(scores: list[float], kept: int, s
     assert highest(torch.tensor([[scores]]), kept, first=0, last=0).tolist() == [[stays]]
 
 
-def test_without_a_word_a_quarter_of_what_small_keys_leave_is_recent():
+def test_by_default_a_quarter_of_what_small_keys_leave_is_recent():
     """Else a token of a large key would go with the step after its own."""
     s = stream(60)
     s.k[:, :, 30:] *= 100
@@ -427,7 +427,7 @@ class Scoreless(Eviction):
         return EvictionState(self)
 
 
-def test_a_policy_of_your_own_that_lacks_a_member_is_told_which():
+def test_a_policy_of_your_own_that_lacks_a_member_is_refused_with_its_name():
     k = torch.randn(1, 1, 20, 4)
     with pytest.raises(ProblemError, match=r"evict is Nameless\(.*\), without recent: expected .* 0 or None: none"):
         KVCache(evict=Nameless(8))  # pyright: ignore[reportArgumentType]
@@ -440,7 +440,7 @@ def test_a_policy_of_your_own_that_lacks_a_member_is_told_which():
 
 
 @pytest.mark.parametrize(
-    ("scores", "said"),
+    ("scores", "message"),
     [
         (torch.zeros(2, 3, 15), r"returned float32 \[2, 3, 15\] on cpu"),
         (torch.zeros(2, 3, 25), r"returned float32 \[2, 3, 25\] on cpu"),
@@ -452,11 +452,11 @@ def test_a_policy_of_your_own_that_lacks_a_member_is_told_which():
     ],
     ids=str,
 )
-def test_scores_of_another_form_are_refused(scores: object, said: str):
+def test_scores_of_another_form_are_refused(scores: object, message: str):
     cache, k = KVCache(evict=ByFunction(8, function=lambda store: scores)), torch.randn(2, 3, 20, 4)
     cache.append(k, k)
     expected = r": expected a score of each token .* = \[2, 3 or 1, 20\]\.$"
-    with pytest.raises(ProblemError, match=rf"^FunctionState.scores\(store\) {said}{expected}"):
+    with pytest.raises(ProblemError, match=rf"^FunctionState.scores\(store\) {message}{expected}"):
         cache.forget()
     assert cache.tokens == 20
 

@@ -181,14 +181,14 @@ def test_a_short_prompt_is_left_whole_for_good():
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_it_votes_again_where_told_to(every: int):
+def test_it_votes_again_where_asked(every: int):
     s = stream(sum(SIZES))
     found = kept_by(SnapKV(13, window=5, kernel=3, once=False, every=every), s, SIZES)
     expected = by_definition(s, SIZES, snapkv(s, 5, 3), budget=13, sinks=4, recent=5, every=every)
     assert all(map(torch.equal, found, expected))
 
 
-def test_after_the_prompt_no_query_is_held():
+def test_after_the_prompt_no_query_is_kept():
     s, cache = stream(60), KVCache(evict=SnapKV(17, window=5))
     feed(cache, s, [41])
     assert inside(cache)[0].windows
@@ -258,14 +258,14 @@ def test_a_mask_goes_along():
     """Tokens that a mask hides get no attention, so they go first."""
     s, keep = stream(41), torch.ones(40, 40, dtype=torch.bool)
     keep[:, 7:23] = False
-    for word, said in ((H2O(20, recent=2), False), (TOVA(20), False), (SnapKV(20, window=5, kernel=1), False)):
+    for word, keeps_hidden in ((H2O(20, recent=2), False), (TOVA(20), False), (SnapKV(20, window=5, kernel=1), False)):
         for mask in (Causal() & TensorMask(keep), None):
             cache = KVCache(evict=word)
             _, k, v = s.tokens(0, 40)
             cache.append(k, v)
             cache.observe(s.q[:, :, :40], mask=mask)
             kept = feed(cache, s, [1], 40)[0]
-            assert ((kept >= 7) & (kept < 23)).any() == (said if mask is not None else True)
+            assert ((kept >= 7) & (kept < 23)).any() == (keeps_hidden if mask is not None else True)
 
 
 def test_a_mask_of_the_whole_prompt_serves_its_last_queries():
@@ -441,7 +441,7 @@ class TestQueriesMustCome:
         with pytest.raises(ProblemError, match="the last 1 tokens were not observed"):
             cache.append(k, v)
 
-    def test_after_a_crop_beyond_what_is_held_they_may_come_again(self, word: Eviction):
+    def test_after_a_crop_beyond_what_is_kept_they_may_come_again(self, word: Eviction):
         cache, s = KVCache(evict=word), stream(200)
         feed(cache, s, [150])
         cache.crop(80)

@@ -133,7 +133,7 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, CachedTensor, 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"layout": Rolling}, r"layout is the class Rolling: did you mean Rolling\(\.\.\.\)\?$"),
         ({"layout": "paged"}, "layout is 'paged'"),
@@ -162,8 +162,8 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, CachedTensor, 
     ],
     ids=str,
 )
-def test_words_that_make_no_cache_are_named(words: dict[str, object], said: str):
-    with pytest.raises(ProblemError, match=said):
+def test_words_that_make_no_cache_are_named(words: dict[str, object], message: str):
+    with pytest.raises(ProblemError, match=message):
         KVCache(**words)
 
 
@@ -195,11 +195,11 @@ def test_bad_tokens_change_nothing(layout: Layout, codec: Codec | None):
     }
     cache = KVCache(layout, codec)
     cache.append(k, v)
-    said, held = repr(cache), [dense(side).clone() for side in cache.append(k[:, :, :0], v[:, :, :0])]
+    message, held = repr(cache), [dense(side).clone() for side in cache.append(k[:, :, :0], v[:, :, :0])]
     for name, pair in wrong.items():
         with pytest.raises(ProblemError, match=r"k is|v is|is for inference"):
             cache.append(*pair)
-        assert repr(cache) == said, name
+        assert repr(cache) == message, name
     for side, was in zip(cache.append(k[:, :, :0], v[:, :, :0]), held, strict=True):
         assert torch.equal(dense(side), was)
 
@@ -225,7 +225,7 @@ def test_crop_and_select_say_what_they_want():
     for wrong in (2.0, True, None):
         with pytest.raises(ProblemError, match=f"crop is {wrong}: expected a whole number of tokens"):
             cache.crop(wrong)
-    for wrong, said in (
+    for wrong, message in (
         (torch.tensor([0, 2]), r"\[0, 2\].*rows 0 to 1"),
         (torch.tensor([-1]), r"\[-1\].*rows 0 to 1"),
         (torch.tensor([], dtype=torch.int64), r"\[\].*rows 0 to 1"),
@@ -233,7 +233,7 @@ def test_crop_and_select_say_what_they_want():
         (torch.tensor(0), r"int64 \[\].*int64 \[new batch\]"),
         ([0], r"select\(\[0\]\).*int64 \[new batch\]"),
     ):
-        with pytest.raises(ProblemError, match=said):
+        with pytest.raises(ProblemError, match=message):
             cache.select(wrong)
     assert (cache.tokens, cache.append(torch.randn(2, 3, 0, 8), torch.randn(2, 3, 0, 5))[0].shape[0]) == (7, 2)
 
@@ -269,13 +269,13 @@ def test_queries_are_shown_to_policies_that_look_at_them():
 
 def test_it_says_all_about_itself():
     cache = KVCache(Rolling(61, 3), Int8(16, 7, sinks=0))
-    said = (
+    message = (
         "KVCache(Rolling(window=61, sinks=3, rope=None), Int8(group=16, residual=7, sinks=0, keys=None, rotate=False), "
     )
-    assert repr(cache) == said + "0 tokens)"
+    assert repr(cache) == message + "0 tokens)"
     cache.append(*tokens_of(Rolling(61), 1000))
     cache.append(*tokens_of(Rolling(61), 1))
-    assert repr(cache).startswith(said + "61 tokens of 1,001, k [2, 3, 61, 8], v [2, 3, 61, 5], float32: ")
+    assert repr(cache).startswith(message + "61 tokens of 1,001, k [2, 3, 61, 8], v [2, 3, 61, 5], float32: ")
     assert repr(KVCache(codec=torch.bfloat16)) == "KVCache(bfloat16, 0 tokens)"
     assert repr(KVCache(evict=Knorm(61))) == "KVCache(Knorm(budget=61, sinks=4, every=1, recent=14), 0 tokens)"
 

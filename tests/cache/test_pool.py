@@ -111,7 +111,7 @@ def test_a_crop_forgets_the_rest_of_a_prompt(stored: int):
     assert pool.sequence(prompt).tokens == kept
 
 
-def test_generated_tokens_can_be_found_if_their_ids_are_told():
+def test_generated_tokens_can_be_found_by_their_ids():
     pool = PagePool(page=4)
     first = filled(pool, [1, 2, 3])
     for token in (4, 5, 6, 7, 8):
@@ -494,7 +494,7 @@ def test_codes_take_the_bytes_that_they_should():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda pool, row: PagePool(pages=0), r"PagePool\(pages\) is 0"),
         (lambda pool, row: PagePool(page=True), r"PagePool\(page\) is True"),
@@ -530,11 +530,11 @@ def test_codes_take_the_bytes_that_they_should():
         (lambda pool, row: (row.free(), pool.append([row], *tokens_of(1))), "was freed: its tokens are gone"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: object, said: str):
+def test_what_makes_no_sense_is_refused(wrong: object, message: str):
     pool = PagePool(page=4)
     row = pool.sequence()
     pool.append([row], *tokens_of(5))
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         wrong(pool, row)
 
 

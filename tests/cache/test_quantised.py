@@ -327,10 +327,10 @@ def test_numbers_that_cannot_be_written_change_nothing(codec: Codec):
     before = [t.dense() for t in append(cache, *new)]
     bad = tokens_of(64)
     bad[1][0, 1, 20, 2] = torch.nan
-    said = repr(cache)
+    message = repr(cache)
     with pytest.raises(ProblemError, match="NaN"):
         append(cache, *bad)
-    assert repr(cache) == said
+    assert repr(cache) == message
     assert all(torch.equal(t.dense(), old) for t, old in zip(append(cache, *tokens_of(0)), before, strict=True))
     with pytest.raises(ProblemError, match="NaN"):
         append(KVCache(codec=codec), *bad)

@@ -294,11 +294,11 @@ def test_numbers_that_cannot_be_written_change_nothing():
     """Neither are they added, nor is anything forgotten for them."""
     cache, (k, v) = KVCache(Rolling(29, 4), Int8(16, 3)), tokens_of(70)
     before = [dense(side) for side in cache.append(k, v)]
-    bad, said = tokens_of(40), repr(cache)
+    bad, message = tokens_of(40), repr(cache)
     bad[0][1, 2, 5, 3] = torch.inf
     with pytest.raises(ProblemError, match="infinite"):
         cache.append(*bad)
-    assert repr(cache) == said
+    assert repr(cache) == message
     for side, was in zip(cache.append(*tokens_of(0)), before, strict=True):
         assert torch.equal(dense(side), was)
 

@@ -1,4 +1,4 @@
-"""`regard bench`: one's own shapes, measured and said in a few lines."""
+"""`regard bench`: one's own shapes, measured and printed in a few lines."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--keys", "41"], "kv [1, 2, 41, 8] float32"),
         (["--keys", "41", "--v-dim", "3", "--batch", "2"], "kv [2, 2, 41, 8|3] float32"),
@@ -56,9 +56,9 @@ def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
         (["--queries", "1", "--keys", "64", "--mask", "Causal()"], "q [1, 4, 1, 8]"),
     ],
 )
-def test_what_is_asked_for_is_measured(more, said, capsys):
+def test_what_is_asked_for_is_measured(more, message, capsys):
     assert main([*TINY, *more]) == 0
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--mask", "Causal"], "Causal is not understood: expected Causal() with its parentheses."),
         (["--mask", "import os"], "'import os' is no expression"),
@@ -85,15 +85,15 @@ def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(more, said, capsys):
+def test_what_makes_no_sense_is_refused_in_one_line(more, message, capsys):
     assert main([*TINY, *more]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--queries", "0"], "'0' is no count: expected 1, 2, 3 ..."),
         (["--query-heads", "many"], "'many' is no count"),
@@ -101,19 +101,21 @@ def test_what_makes_no_sense_is_said_in_one_line(more, said, capsys):
         (["--softcap", "high"], "invalid float value: 'high'"),
     ],
 )
-def test_arguments_that_are_no_numbers_are_refused_by_the_parser(arguments, said, capsys):
+def test_arguments_that_are_no_numbers_are_refused_by_the_parser(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", *arguments])
     assert end.value.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 def test_the_reasons_of_a_backend_are_one_sentence(capsys):
     assert main([*TINY, "--backend", "sdpa", "--softcap", "5"]) == 2
-    said = r"cannot run this: q \[.*\] float32 on cpu, .*; sdpa: [^;]*\. Leave --backend out to let regard choose\.\n$"
-    assert re.search(said, capsys.readouterr().err)
+    message = (
+        r"cannot run this: q \[.*\] float32 on cpu, .*; sdpa: [^;]*\. Leave --backend out to let regard choose\.\n$"
+    )
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_sizes_may_be_given_in_thousands_of_1024():
@@ -123,7 +125,7 @@ def test_sizes_may_be_given_in_thousands_of_1024():
     assert (args.queries, args.keys) == (1024, 2048)
 
 
-def test_what_fits_no_memory_is_said_in_one_line(capsys):
+def test_what_fits_no_memory_is_reported_in_one_line(capsys):
     for queries, batch in (("9999999", "99"), ("99999999999", "99999999999")):
         assert main([*TINY, "--queries", queries, "--batch", batch]) == 2
         err = capsys.readouterr().err
@@ -149,7 +151,7 @@ def test_without_rich_it_works_as_well(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_help_names_the_words_that_can_be_written(capsys):
+def test_help_names_the_specs_that_can_be_written(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     out = capsys.readouterr().out

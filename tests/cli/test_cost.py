@@ -148,7 +148,7 @@ def test_the_plot_is_a_picture_of_two_panels(tmp_path, capsys):
         (["--batch", "3"], "--batch needs a model"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(arguments, message, capsys):
+def test_what_cannot_be_is_reported_in_one_line(arguments, message, capsys):
     assert main(["cost", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 needs_library = pytest.mark.skipif(not native.available(), reason="there is no compiled library")
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["doctor"]) == 0
     return capsys.readouterr().out
 
 
 def test_it_names_versions_library_backends_and_integrations(capsys):
-    text = told(capsys)
+    text = output(capsys)
     titles = [line.split("  ")[0] for line in text.splitlines() if line and line[0] not in " -"]
     assert titles[:6] == ["regard", "torch", "python", "numpy", "system", "machine"]
     assert titles[-1] in {"none found", "problems"}
@@ -45,26 +45,26 @@ def test_it_names_versions_library_backends_and_integrations(capsys):
 def test_it_says_which_instruction_set_runs_and_why(capsys, monkeypatch):
     monkeypatch.delenv("REGARD_ISA", raising=False)
     best = native.isas()[-1]
-    assert f"compiled library  {best}: the best that" in told(capsys)
+    assert f"compiled library  {best}: the best that" in output(capsys)
     monkeypatch.setenv("REGARD_ISA", "portable")
-    assert f"compiled library  portable: REGARD_ISA names it; without it, {best}\n" in told(capsys)
+    assert f"compiled library  portable: REGARD_ISA names it; without it, {best}\n" in output(capsys)
     monkeypatch.setenv("REGARD_ISA", "avx1024")
-    text = told(capsys)
+    text = output(capsys)
     assert "compiled library  none: REGARD_ISA names avx1024, which cannot run" in text
     assert text.split("problems\n- ")[1].startswith("REGARD_ISA is 'avx1024', and this machine runs ")
-    assert text.count("\n- ") == 1  # each call fails for the same reason, which is said once
+    assert text.count("\n- ") == 1  # each call fails for the same reason, which is printed once
 
 
 @needs_library
 def test_a_better_instruction_set_that_was_not_compiled_is_a_problem(capsys, monkeypatch):
     monkeypatch.delenv("REGARD_ISA", raising=False)
     monkeypatch.setattr(native, "best_isa", lambda: "avx1024")
-    assert "- This machine runs avx1024, and regard was compiled for portable" in told(capsys)
+    assert "- This machine runs avx1024, and regard was compiled for portable" in output(capsys)
 
 
 @pytest.mark.usefixtures("no_library")
 def test_it_works_without_the_compiled_library(capsys):
-    text = told(capsys)
+    text = output(capsys)
     assert "compiled library  The compiled library is missing" in text
     assert "- Attention on the CPU is several times slower than it could be: The compiled library is missing" in text
     assert "native      The compiled library is missing" in text
@@ -74,31 +74,31 @@ def test_a_torch_that_was_not_tested_is_a_problem_and_no_warning(capsys, monkeyp
     monkeypatch.delenv("REGARD_QUIET", raising=False)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     torch_versions.warn_of_untested.cache_clear()
-    assert "- torch 2.99.0 is newer than the versions that this regard was tested with" in told(capsys)
+    assert "- torch 2.99.0 is newer than the versions that this regard was tested with" in output(capsys)
     torch_versions.warn_of_untested.cache_clear()
 
 
 def test_a_package_that_regard_cannot_do_without_is_a_problem(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    text = told(capsys)
+    text = output(capsys)
     assert text.endswith("problems\n- regard needs xxhash, not installed here: pip install xxhash\n")
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/caches", "/proc/caches"])
 def test_a_folder_of_compiled_code_that_cannot_be_written_into_is_a_problem(capsys, monkeypatch, folder):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-    assert f"- torch.compile cannot write into {folder} (" in told(capsys)
+    assert f"- torch.compile cannot write into {folder} (" in output(capsys)
 
 
 def test_a_user_without_a_home_folder_is_served(capsys, monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert "triton: 0 MiB in ~/.triton/cache" in told(capsys)
+    assert "triton: 0 MiB in ~/.triton/cache" in output(capsys)
 
 
 def test_packages_of_other_versions_are_a_problem(capsys, monkeypatch):
     monkeypatch.setattr(diagnosis, "_installed", {"transformers": "4.57.1", "peft": "0.1"}.get)
-    text = told(capsys)
+    text = output(capsys)
     assert "- transformers 4.57.1 is none of the versions that regard was tested with, 5.17 to below 5.25" in text
     assert "peft 0.1 " in text
     assert "not installed: gguf, " in text
@@ -106,12 +106,12 @@ def test_packages_of_other_versions_are_a_problem(capsys, monkeypatch):
 
 def test_more_threads_than_processors_are_a_problem(capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
-    assert "- torch uses 4096 threads on " in told(capsys)
+    assert "- torch uses 4096 threads on " in output(capsys)
 
 
 def test_two_openmp_libraries_are_a_problem(capsys, monkeypatch):
     monkeypatch.setattr(diagnosis, "_openmp", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
-    assert "- Several OpenMP libraries are loaded, whose threads slow each other: /a/libgomp.so.1, /b/libi" in told(
+    assert "- Several OpenMP libraries are loaded, whose threads slow each other: /a/libgomp.so.1, /b/libi" in output(
         capsys
     )
 

@@ -1,4 +1,4 @@
-"""`regard evaluate`: options, files, and what is said of them; with models that are plain functions in a file."""
+"""`regard evaluate`: options, files, and what is printed; with models that are plain functions in a file."""
 
 import json
 
@@ -154,7 +154,7 @@ def test_a_file_may_define_dataclasses_with_annotations_as_texts(name, here, cap
     assert evaluate("passkey", "--model", f"{name}:uniform", *SMALL) == 0
 
 
-def test_a_file_that_cannot_be_run_is_said_with_its_own_error(here, capsys):
+def test_a_file_that_cannot_be_run_is_reported_with_its_own_error(here, capsys):
     (here / "mine.py").write_text("import torch\nx = torch.nope\ndef uniform(tokens): pass\n")
     assert evaluate("passkey", "--model", "mine.py:uniform", *SMALL) == 2
     assert "mine.py cannot be run: AttributeError: module 'torch' has no attribute 'nope'" in capsys.readouterr().err
@@ -270,7 +270,7 @@ def test_json_that_regard_wrote_is_replaced(model, here, capsys):
         (["passkey", "--plot", "mine.py"], "mine.py exists, and is no chart that regard wrote"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(model, arguments, message, capsys):
+def test_what_cannot_be_done_is_reported_in_a_line(model, arguments, message, capsys):
     assert evaluate(*arguments) == 2
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1]

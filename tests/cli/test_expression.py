@@ -48,7 +48,7 @@ def test_a_mask_is_read_as_python_would(text, word):
         ("Blocks([[1, 0], [True, 1]], size=4)", Blocks, "layout", torch.tensor([[True, False], [True, True]])),
     ],
 )
-def test_lists_become_the_tensors_that_words_carry(text, kind, field, tensor):
+def test_lists_become_the_tensors_of_specs(text, kind, field, tensor):
     found = expression.mask(text)
     assert isinstance(found, kind)
     assert torch.equal(getattr(found, field), tensor)
@@ -92,20 +92,20 @@ def test_a_bias_may_be_a_table():
     assert torch.equal(found.tensor, torch.tensor([[0.0, -1.5]]))
 
 
-def test_a_word_that_cannot_be_written_here_says_which_can():
+def test_a_spec_that_cannot_be_written_here_names_those_that_can():
     for text in ("MaskFunction(lambda b, h, q, k: q > k)", "MaskFunction", "Stripes(3)"):
         with pytest.raises(ProblemError) as refused:
             expression.mask(text)
-        said = str(refused.value)
+        message = str(refused.value)
         assert (
             "Causal, Window, Prefix, KeyLengths, Documents, Global, Dilated, Blocks, Tree, TensorMask for a mask"
-            in said
+            in message
         )
-        assert "Alibi, T5Bias, TensorBias for a bias" in said
-        assert ("takes a function" in said) == text.startswith("MaskFunction")
+        assert "Alibi, T5Bias, TensorBias for a bias" in message
+        assert ("takes a function" in message) == text.startswith("MaskFunction")
 
 
-def test_every_word_of_the_library_is_understood_or_said_to_be_for_python_alone():
+def test_every_spec_of_the_library_is_understood_or_refused_as_for_python_alone():
     every = {name for name in dir(regard) if isinstance(word := getattr(regard, name), type) and issubclass(word, Mask)}
     assert every - {"Mask"} == {word.__name__ for word in expression.MASKS} | {"MaskFunction"}
 

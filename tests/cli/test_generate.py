@@ -72,9 +72,9 @@ def by_transformers(place, prompt, tokens, **settings):
 
 
 def test_no_new_tokens_read_the_prompt_once(capsys, folder):
-    told = generated(capsys, folder, "--max-new-tokens", "0")
-    assert (told["tokens"], told["text"], told["ended"]) == ([], "", "tokens")
-    assert told["prompt_seconds"] > 0
+    output = generated(capsys, folder, "--max-new-tokens", "0")
+    assert (output["tokens"], output["text"], output["ended"]) == ([], "", "tokens")
+    assert output["prompt_seconds"] > 0
 
 
 def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
@@ -99,9 +99,9 @@ def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
     "cache", [[], ["--page-size", "16"], ["--window", "89"], ["--evict", "recent", "--budget", "0.99"]]
 )
 def test_what_forgets_nothing_writes_what_transformers_writes(cache, folder, capsys):
-    told = generated(capsys, folder, "--max-new-tokens", "19", *cache)
-    assert told["tokens"] == by_transformers(folder, PROMPT, 19, do_sample=False)
-    assert (told["ended"], told["chat"]) == ("tokens", False)
+    output = generated(capsys, folder, "--max-new-tokens", "19", *cache)
+    assert output["tokens"] == by_transformers(folder, PROMPT, 19, do_sample=False)
+    assert (output["ended"], output["chat"]) == ("tokens", False)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_tokens_are_drawn_as_transformers_draws_them(options, settings, folder, 
     assert drawn != by_transformers(folder, PROMPT, 17, do_sample=False)
 
 
-def test_the_models_own_settings_hold_unless_others_are_said(tmp_path, capsys):
+def test_the_models_own_settings_apply_unless_others_are_given(tmp_path, capsys):
     model = tiny.save(tmp_path)
     model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
     model.generation_config.num_beams = 3
@@ -131,13 +131,13 @@ def test_the_models_own_settings_hold_unless_others_are_said(tmp_path, capsys):
 
 
 def test_a_prompt_comes_from_a_file_or_stdin_without_its_last_line_break(folder, capsys, tmp_path, stdin):
-    told = generated(capsys, folder, "--max-new-tokens", "3")
+    output = generated(capsys, folder, "--max-new-tokens", "3")
     (tmp_path / "prompt.txt").write_text(f"{PROMPT}\n")
     stdin(f"{PROMPT}\n".encode())
-    assert generated(capsys, folder, "--max-new-tokens", "3", prompt="-")["tokens"] == told["tokens"]
+    assert generated(capsys, folder, "--max-new-tokens", "3", prompt="-")["tokens"] == output["tokens"]
     from_file = ["generate", "--prompt-file", "prompt.txt", "--model", folder, "--json", "-", "--max-new-tokens", "3"]
     assert main(from_file) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == told["tokens"]
+    assert json.loads(capsys.readouterr().out)["tokens"] == output["tokens"]
 
 
 def test_a_model_with_a_template_is_asked_and_others_go_on(folder, chatty, capsys):
@@ -152,9 +152,9 @@ def test_a_model_with_a_template_is_asked_and_others_go_on(folder, chatty, capsy
         (folder, [], going_on),
         (folder, ["--raw"], going_on),
     ):
-        told = generated(capsys, model, "--max-new-tokens", "7", *option, prompt="why?")
-        assert (told["tokens"], told["chat"]) == (expected, expected is asked)
-    assert told["prompt_tokens"] == len(tokenizer("why?")["input_ids"])
+        output = generated(capsys, model, "--max-new-tokens", "7", *option, prompt="why?")
+        assert (output["tokens"], output["chat"]) == (expected, expected is asked)
+    assert output["prompt_tokens"] == len(tokenizer("why?")["input_ids"])
     assert generated(capsys, chatty, "--max-new-tokens", "7", prompt=" why? ")["tokens"] == asked
 
 
@@ -174,17 +174,17 @@ def test_a_template_for_texts_and_images_gets_the_prompt_as_a_part(template):
 
 
 def test_it_stops_before_a_text_and_where_the_model_ends(folder, capsys, tmp_path):
-    told = generated(capsys, folder, "--max-new-tokens", "29")
-    stop = told["text"][11:13]
+    output = generated(capsys, folder, "--max-new-tokens", "29")
+    stop = output["text"][11:13]
     stopped = generated(capsys, folder, "--max-new-tokens", "29", "--stop", stop, "--stop", "nowhere in it")
-    assert (stopped["ended"], stopped["text"]) == ("stop", told["text"].partition(stop)[0])
+    assert (stopped["ended"], stopped["text"]) == ("stop", output["text"].partition(stop)[0])
     assert len(stopped["tokens"]) < 29
 
     model = tiny.save(tmp_path)
-    model.generation_config.eos_token_id = [1, told["tokens"][5]]
+    model.generation_config.eos_token_id = [1, output["tokens"][5]]
     model.save_pretrained(tmp_path)
     ended = generated(capsys, str(tmp_path), "--max-new-tokens", "29")
-    assert (ended["ended"], len(ended["tokens"])) == ("end", told["tokens"].index(told["tokens"][5]) + 1)
+    assert (ended["ended"], len(ended["tokens"])) == ("end", output["tokens"].index(output["tokens"][5]) + 1)
     on = generated(capsys, str(tmp_path), "--max-new-tokens", "29", "--ignore-eos")
     assert (on["ended"], len(on["tokens"])) == ("tokens", 29)
 
@@ -216,10 +216,10 @@ def test_it_stops_before_a_text_and_where_the_model_ends(folder, capsys, tmp_pat
         (["--page-size", "48"], "Paged(page=48, pool=None)"),
     ],
 )
-def test_the_options_are_the_words_of_the_cache(options, words, folder, capsys):
-    told = generated(capsys, folder, "--max-new-tokens", "13", *options)["cache"]
-    assert told["spec"].endswith(words) or told["spec"].startswith(words)
-    assert told["layers"]
+def test_the_options_are_the_arguments_of_the_cache(options, words, folder, capsys):
+    output = generated(capsys, folder, "--max-new-tokens", "13", *options)["cache"]
+    assert output["spec"].endswith(words) or output["spec"].startswith(words)
+    assert output["layers"]
 
 
 @pytest.mark.parametrize(
@@ -234,28 +234,28 @@ def test_the_options_are_the_words_of_the_cache(options, words, folder, capsys):
     ],
 )
 def test_policies_forget_what_is_over_the_budget(name, word, folder, capsys):
-    told = generated(capsys, folder, "--max-new-tokens", "17", "--evict", name, "--budget", "43")["cache"]
-    assert told["spec"].startswith(f"Contiguous(capacity=None), {word}(budget=43")
-    assert told["tokens"] <= 43 + generate_options.EVERY < told["tokens_seen"]
-    assert told["bytes"] < told["plain_bytes"]
+    output = generated(capsys, folder, "--max-new-tokens", "17", "--evict", name, "--budget", "43")["cache"]
+    assert output["spec"].startswith(f"Contiguous(capacity=None), {word}(budget=43")
+    assert output["tokens"] <= 43 + generate_options.EVERY < output["tokens_seen"]
+    assert output["bytes"] < output["plain_bytes"]
 
 
 def test_snapkv_forgets_once_after_the_prompt_and_what_is_written_stays(folder, capsys):
-    told = generated(capsys, folder, "--max-new-tokens", "17", "--evict", "snapkv", "--budget", "53")
-    assert 53 < told["prompt_tokens"] < 53 + generate_options.EVERY
-    assert told["cache"]["tokens"] == 53 + 16
+    output = generated(capsys, folder, "--max-new-tokens", "17", "--evict", "snapkv", "--budget", "53")
+    assert 53 < output["prompt_tokens"] < 53 + generate_options.EVERY
+    assert output["cache"]["tokens"] == 53 + 16
 
 
 def test_fewer_bits_take_fewer_bytes_and_numbers_are_right(folder, capsys):
-    told = {
+    output = {
         name: generated(capsys, folder, "--max-new-tokens", "13", "--cache", name)["cache"]
         for name in ("dense", "bf16")
     }
-    dense = told["dense"]
+    dense = output["dense"]
     assert (
         dense["bytes"] == dense["plain_bytes"] == dense["tokens_seen"] * 3 * 2 * (8 + 8) * 4
     )  # layers, heads, dims, float32
-    assert told["bf16"]["bytes"] * 2 == told["bf16"]["plain_bytes"] == dense["plain_bytes"]
+    assert output["bf16"]["bytes"] * 2 == output["bf16"]["plain_bytes"] == dense["plain_bytes"]
     assert dense["allocated_bytes"] >= dense["bytes"]
 
 
@@ -263,9 +263,9 @@ def test_layers_that_look_back_over_a_window_are_measured_by_it(tmp_path, capsys
     sizes = {"hidden_size": 32, "intermediate_size": 47, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = MistralConfig(vocab_size=260, num_key_value_heads=2, head_dim=8, sliding_window=13, **sizes)
     tiny.save(tmp_path, config, MistralForCausalLM)
-    told = generated(capsys, str(tmp_path), "--max-new-tokens", "5", "--ignore-eos")["cache"]
-    assert told["plain_bytes"] == 13 * 3 * 2 * 16 * 4
-    assert 0 < told["bytes"] <= told["plain_bytes"]
+    output = generated(capsys, str(tmp_path), "--max-new-tokens", "5", "--ignore-eos")["cache"]
+    assert output["plain_bytes"] == 13 * 3 * 2 * 16 * 4
+    assert 0 < output["bytes"] <= output["plain_bytes"]
 
 
 def test_a_window_goes_on_past_the_models_positions_in_the_same_memory(folder, capsys):
@@ -279,9 +279,9 @@ def test_a_window_goes_on_past_the_models_positions_in_the_same_memory(folder, c
 
 
 def test_half_precision_is_that_of_the_model_and_of_its_cache(folder, capsys):
-    told = generated(capsys, folder, "--max-new-tokens", "3", "--dtype", "bfloat16")
-    assert told["dtype"] == "bfloat16"
-    assert told["cache"]["bytes"] == told["cache"]["plain_bytes"] == told["cache"]["tokens_seen"] * 3 * 2 * 16 * 2
+    output = generated(capsys, folder, "--max-new-tokens", "3", "--dtype", "bfloat16")
+    assert output["dtype"] == "bfloat16"
+    assert output["cache"]["bytes"] == output["cache"]["plain_bytes"] == output["cache"]["tokens_seen"] * 3 * 2 * 16 * 2
 
 
 def test_the_model_is_loaded_in_its_type_and_onto_its_device(folder, capsys, monkeypatch):
@@ -293,9 +293,9 @@ def test_the_model_is_loaded_in_its_type_and_onto_its_device(folder, capsys, mon
 
     checkpoint_load = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", load)
-    told = generated(capsys, folder, "--max-new-tokens", "3", "--dtype", "bfloat16", "--device", "cpu")
+    output = generated(capsys, folder, "--max-new-tokens", "3", "--dtype", "bfloat16", "--device", "cpu")
     assert asked == [(folder, {"dtype": torch.bfloat16, "device": "cpu"})]
-    assert told["device"] == "cpu"
+    assert output["device"] == "cpu"
 
 
 def test_threads_are_set_and_set_back(folder, capsys, monkeypatch):
@@ -309,9 +309,9 @@ def test_an_encoder_decoder_writes_too(tmp_path, capsys):
     sizes = {"vocab_size": 260, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
     config = T5Config(**sizes, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
     tiny.save(tmp_path, config, T5ForConditionalGeneration)
-    told = generated(capsys, str(tmp_path), "--max-new-tokens", "5", "--ignore-eos", prompt="one two")
-    assert len(told["tokens"]) == 5
-    assert told["cache"]["tokens_seen"] == 5
+    output = generated(capsys, str(tmp_path), "--max-new-tokens", "5", "--ignore-eos", prompt="one two")
+    assert len(output["tokens"]) == 5
+    assert output["cache"]["tokens_seen"] == 5
 
 
 # ---- progress, explanations, files ----------------------------------------------------------------------------------
@@ -321,23 +321,23 @@ def test_an_encoder_decoder_writes_too(tmp_path, capsys):
     ("options", "pieces"),
     [([], (23, 46)), (["--window", "19"], (19, 38, 57)), (["--evict", "knorm", "--budget", "43"], ())],
 )
-def test_a_prompt_is_read_in_pieces_and_told(options, pieces, folder, capsys, monkeypatch):
+def test_a_prompt_is_read_in_pieces_and_progress_is_shown(options, pieces, folder, capsys, monkeypatch):
     """At most a window at a time; a policy looks at the whole of it before it forgets."""
-    told = []
+    output = []
 
     class Told:
         def __enter__(self):
-            return lambda *step: told.append(step)
+            return lambda *step: output.append(step)
 
         def __exit__(self, *_):
-            told.append("gone")
+            output.append("gone")
 
     monkeypatch.setattr(generate_text, "progress_bars", Told)
     monkeypatch.setattr(generate_text, "CHUNK", 23)
     tokens = generated(capsys, folder, "--max-new-tokens", "3", *options)["tokens"]
-    count = told[-2][2]
+    count = output[-2][2]
     steps = [("prompt", done, count) for done in (0, *pieces, count)]
-    assert told == [("model", 0, 1), ("model", 1, 1), *steps, "gone"]
+    assert output == [("model", 0, 1), ("model", 1, 1), *steps, "gone"]
     assert options or tokens == by_transformers(folder, PROMPT, 3, do_sample=False)
 
 
@@ -396,13 +396,13 @@ def test_a_text_too_short_for_codes_says_so(folder, capsys):
 
 
 def test_json_goes_to_a_file_beside_the_text(folder, capsys, tmp_path):
-    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "5", "--json", "told.json"]) == 0
-    told = json.loads((tmp_path / "told.json").read_text())
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "5", "--json", "written.json"]) == 0
+    output = json.loads((tmp_path / "written.json").read_text())
     out, err = capsys.readouterr()
-    assert out.removesuffix("\n") == told["text"].removesuffix("\n")
-    assert told["prompt_tokens_per_second"] == pytest.approx(told["prompt_tokens"] / told["prompt_seconds"])
-    assert told["tokens_per_second"] == pytest.approx(4 / told["seconds"])
-    assert f"{told['prompt_tokens']} tokens" in err
+    assert out.removesuffix("\n") == output["text"].removesuffix("\n")
+    assert output["prompt_tokens_per_second"] == pytest.approx(output["prompt_tokens"] / output["prompt_seconds"])
+    assert output["tokens_per_second"] == pytest.approx(4 / output["seconds"])
+    assert f"{output['prompt_tokens']} tokens" in err
 
 
 def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypatch, capsys):
@@ -418,7 +418,7 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--sinks", "4"], "add --window"),
         (["--window", "4", "--sinks", "4"], "must be larger"),
@@ -459,12 +459,12 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
         ),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
+def test_what_cannot_be_done_is_reported_in_one_line(options, message, folder, capsys):
     assert main(["generate", PROMPT, "--model", folder, *options]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("regard: error: ")
-    assert said in err
+    assert message in err
 
 
 def test_a_window_is_no_advice_where_the_cache_cannot_roll(tmp_path, capsys):
@@ -472,12 +472,12 @@ def test_a_window_is_no_advice_where_the_cache_cannot_roll(tmp_path, capsys):
     config = GPT2Config(n_positions=97, n_embd=16, n_layer=1, n_head=2, vocab_size=300)
     tiny.save(tmp_path / "gpt2", config, GPT2LMHeadModel)
     assert main(["generate", PROMPT, "--model", str(tmp_path / "gpt2"), "--max-new-tokens", "97"]) == 2
-    said = "the model has 97 positions: shorten the prompt or generate fewer (--max-new-tokens).\n"
-    assert capsys.readouterr().err.endswith(said)
+    message = "the model has 97 positions: shorten the prompt or generate fewer (--max-new-tokens).\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--cache", "int2"], "invalid choice: 'int2'"),
         (["--max-new-tokens", "-1"], "'-1' is no count"),
@@ -491,13 +491,13 @@ def test_a_window_is_no_advice_where_the_cache_cannot_roll(tmp_path, capsys):
         (["--chat", "--raw"], "not allowed with argument"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, said, capsys):
+def test_options_that_make_no_sense_are_refused(options, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(["generate", "x", *options])
     assert end.value.code == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert message in err
 
 
 def test_without_a_prompt_it_says_what_to_give(capsys):
@@ -514,8 +514,8 @@ def test_a_prompt_that_is_too_long_and_one_that_is_empty(folder, capsys):
 
 
 def test_as_many_tokens_as_usual_or_as_there_is_room_for(folder, capsys):
-    told = generated(capsys, folder, "--ignore-eos")
-    assert told["prompt_tokens"] + len(told["tokens"]) == tiny.POSITIONS
+    output = generated(capsys, folder, "--ignore-eos")
+    assert output["prompt_tokens"] + len(output["tokens"]) == tiny.POSITIONS
 
 
 def test_a_window_is_refused_where_positions_are_learned(tmp_path, capsys):
@@ -598,14 +598,14 @@ def ended_by(number, monkeypatch):
 
 def test_control_c_leaves_what_was_written_and_its_numbers(folder, capsys, monkeypatch, tmp_path):
     ended_by(signal.SIGINT, monkeypatch)
-    options = ["--window", "64", "--max-new-tokens", "1000", "--ignore-eos", "--json", "told.json"]
+    options = ["--window", "64", "--max-new-tokens", "1000", "--ignore-eos", "--json", "written.json"]
     assert main(["generate", PROMPT, "--model", folder, *options]) == 130
     out, err = capsys.readouterr()
     assert out
     assert "generated  5 tokens" in err
     assert "interrupted" in err
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert (told["ended"], len(told["tokens"])) == ("interrupted", 5)
+    output = json.loads((tmp_path / "written.json").read_text())
+    assert (output["ended"], len(output["tokens"])) == ("interrupted", 5)
 
 
 def test_control_c_before_the_first_token(folder, capsys, monkeypatch):
@@ -642,6 +642,6 @@ def test_a_reader_that_has_enough_is_no_error(folder, capsys, monkeypatch):
 def test_the_real_model_answers(capsys):
     asked = ["generate", "What is the capital of France?", "--cache", "int8", "--json", "-"]
     assert main(asked) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "Paris" in told["text"]
-    assert (told["ended"], told["chat"], told["model"]) == ("end", True, "SmolLM2-135M-Instruct")
+    output = json.loads(capsys.readouterr().out)
+    assert "Paris" in output["text"]
+    assert (output["ended"], output["chat"], output["model"]) == ("end", True, "SmolLM2-135M-Instruct")

@@ -84,12 +84,12 @@ def test_two_models_are_loaded_before_either_is_surveyed():
     assert happened == ["a", "b", "model a", "model b"]
 
 
-def test_two_models_of_one_name_are_told_apart(here):
+def test_two_models_of_one_name_are_distinguished(here):
     tools = Surveyed(lambda name: (name, "tokenizer", "a"))
-    for names, told in ((("old/a", "new/a"), ["old/a", "new/a"]), (("a", "a"), ["a", "a (2)"])):
+    for names, output in ((("old/a", "new/a"), ["old/a", "new/a"]), (("a", "a"), ["a", "a (2)"])):
         assert main(["inspect", "--model", names[0], "--compare-model", names[1], "--json", "x.json"], tools=tools) == 0
         found = json.loads((here / "x.json").read_text())
-        assert [found["run"]["model"], found["other"]["run"]["model"]] == told
+        assert [found["run"]["model"], found["other"]["run"]["model"]] == output
 
 
 # ---- JSON and CSV ---------------------------------------------------------------------------------------------------
@@ -98,17 +98,17 @@ def test_two_models_of_one_name_are_told_apart(here):
 def test_json_to_stdout_is_all_that_goes_there(capsys):
     assert main(["inspect", "--json", "-", "--html", "page.html"], tools=Surveyed()) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["run"]["model"] == "label"
-    assert len(told["heads"]) == 12
+    output = json.loads(out)
+    assert output["run"]["model"] == "label"
+    assert len(output["heads"]) == 12
     assert "page: page.html" in err
 
 
 def test_json_goes_to_a_file(here):
     assert main(["inspect", "--json", "scores.json"], tools=Surveyed()) == 0
-    told = json.loads((here / "scores.json").read_text())
-    assert told["tokens"] == list(report().tokens)
-    assert told["heads"][0]["scores"]["sink"]["value"] == report().heads[0].value("sink")
+    output = json.loads((here / "scores.json").read_text())
+    assert output["tokens"] == list(report().tokens)
+    assert output["heads"][0]["scores"]["sink"]["value"] == report().heads[0].value("sink")
 
 
 def test_scores_go_to_a_table(here, capsys):
@@ -126,9 +126,9 @@ def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
     options = ["--model", "one", "--compare-model", "two", "--csv", "heads.csv", "--json", "heads.json"]
     assert main(["inspect", *options], tools=tools) == 0
     table = list(csv.DictReader((here / "heads.csv").read_text().splitlines()))
-    told = json.loads((here / "heads.json").read_text())
+    output = json.loads((here / "heads.json").read_text())
     assert Counter(row["model"] for row in table) == {"one": 12, "two": 12}
-    for model, found in (("one", told), ("two", told["other"])):
+    for model, found in (("one", output), ("two", output["other"])):
         assert found["run"]["model"] == model
         rows = [row for row in table if row["model"] == model]
         assert [float(row["sink"]) for row in rows] == [head["scores"]["sink"]["value"] for head in found["heads"]]
@@ -143,10 +143,10 @@ def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
 def test_the_real_command_on_a_real_model(capsys, here):
     text = "One two three four. One two three"
     assert main(["inspect", text, "--max-new-tokens", "3", "--measures", "sink", "--heads", "18.6", "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["run"]["model"], len(told["heads"])) == ("SmolLM2-135M-Instruct", 270)
-    assert told["continuation"].startswith(" four")
-    assert told["run"]["eager_difference"] < 1e-3
+    output = json.loads(capsys.readouterr().out)
+    assert (output["run"]["model"], len(output["heads"])) == ("SmolLM2-135M-Instruct", 270)
+    assert output["continuation"].startswith(" four")
+    assert output["run"]["eager_difference"] < 1e-3
     assert "18.6" in (here / "regard.html").read_text()
     assert main(["inspect", text, "--layers", "31"]) == 2
     assert "the model has 30 layers, 0 to 29" in capsys.readouterr().err

@@ -53,12 +53,12 @@ def test_an_empty_text(capsys, text):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [(b"", "is empty"), (b"\n \n", "is empty"), (b"caf\xe9", "byte 0xe9 at 3"), (b"\0\1\2", "zero bytes")],
 )
-def test_a_file_that_is_no_text(capsys, here, data, said):
+def test_a_file_that_is_no_text(capsys, here, data, message):
     (here / "data.bin").write_bytes(data)
-    assert said in one_line(capsys, ["--prompt-file", "data.bin"])
+    assert message in one_line(capsys, ["--prompt-file", "data.bin"])
 
 
 def test_stdin_that_is_no_text(capsys, stdin):
@@ -68,8 +68,8 @@ def test_stdin_that_is_no_text(capsys, stdin):
 
 def test_a_folder_for_a_text(capsys, here):
     (here / "texts").mkdir()
-    said = one_line(capsys, ["--prompt-file", "texts"])
-    assert said == "regard: error: texts is a folder: --prompt-file takes a text file.\n"
+    message = one_line(capsys, ["--prompt-file", "texts"])
+    assert message == "regard: error: texts is a folder: --prompt-file takes a text file.\n"
 
 
 @pytest.mark.parametrize("text", ["prompt.txt", "./prompt", "texts/a.md"])
@@ -80,8 +80,8 @@ def test_a_file_that_is_not_there(capsys, text):
 @pytest.mark.parametrize("text", ["prompt.txt", "./prompt", "texts/a.md", "prompt"])
 def test_the_name_of_a_file_is_no_prompt(capsys, here, text):
     (here / "prompt").touch()
-    said = one_line(capsys, [text])
-    assert f"'{text}' is the name of a file: read it with --prompt-file {text}" in said
+    message = one_line(capsys, [text])
+    assert f"'{text}' is the name of a file: read it with --prompt-file {text}" in message
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
@@ -92,10 +92,10 @@ def test_a_file_that_may_not_be_read(capsys, here):
 
 
 @pytest.mark.parametrize("option", ["--html", "--json", "--csv"])
-@pytest.mark.parametrize(("path", "said"), [("nowhere/x", "there is no folder nowhere"), (".", "is a folder")])
-def test_an_output_that_cannot_be_written_is_found_before_the_work(capsys, option, path, said):
+@pytest.mark.parametrize(("path", "message"), [("nowhere/x", "there is no folder nowhere"), (".", "is a folder")])
+def test_an_output_that_cannot_be_written_is_found_before_the_work(capsys, option, path, message):
     tools = Surveyed()
-    assert said in one_line(capsys, [option, path], tools)
+    assert message in one_line(capsys, [option, path], tools)
     assert tools.asked is None
 
 
@@ -112,22 +112,22 @@ def test_one_stdout_is_not_for_two(capsys):
 
 def test_a_list_of_heads_and_a_table_do_not_both_go_to_stdout(capsys):
     for option in ("--json", "--csv"):
-        said = one_line(capsys, ["--top", "5", option, "-"])
-        assert f"--top lists heads on stdout, and {option} - writes there" in said
+        message = one_line(capsys, ["--top", "5", option, "-"])
+        assert f"--top lists heads on stdout, and {option} - writes there" in message
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "message"),
     [
         ("meta", "the device meta holds no data"),
         ("gpu", "there is no device 'gpu' here"),
         ("cuda:97", "no device 'cuda:97'"),
     ],
 )
-def test_a_device_that_is_not_there_is_found_before_the_model_is_loaded(capsys, device, said):
+def test_a_device_that_is_not_there_is_found_before_the_model_is_loaded(capsys, device, message):
     tools = Surveyed(lambda name: pytest.fail("it is loaded"))
     found = one_line(capsys, ["--device", device], tools)
-    assert said in found
+    assert message in found
     assert ": expected cpu" in found
 
 
@@ -136,18 +136,18 @@ def test_a_head_outside_of_the_layers(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--layers", "2,99"], "layer 99 does not exist: the model has 30 layers, 0 to 29."),
         (["--heads", "40.2"], "layer 40 does not exist: the model has 30 layers, 0 to 29."),
         (["--heads", "18.6,3.9"], "head 3.9 does not exist: layer 3 has 9 heads, 3.0 to 3.8."),
     ],
 )
-def test_layers_and_heads_that_a_config_does_not_have_are_refused_before_weights_are_read(capsys, arguments, said):
+def test_layers_and_heads_that_a_config_does_not_have_are_refused_before_weights_are_read(capsys, arguments, message):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(num_hidden_layers=30, num_attention_heads=9, hidden_size=18)
     tools = Surveyed(lambda name: pytest.fail("it is loaded"), config=config)
-    assert said in one_line(capsys, arguments, tools)
+    assert message in one_line(capsys, arguments, tools)
 
 
 def test_what_the_second_model_cannot_do_is_found_before_the_first_is_surveyed(capsys):
@@ -162,7 +162,7 @@ def test_what_the_second_model_cannot_do_is_found_before_the_first_is_surveyed(c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--measures", "sinks"], "'sinks' is no measure: expected one of sink, "),
         (["--measures", "kind"], "'kind' is no measure"),
@@ -178,12 +178,12 @@ def test_what_the_second_model_cannot_do_is_found_before_the_first_is_surveyed(c
         (["--ablate", "half"], "invalid choice: 'half'"),
     ],
 )
-def test_options_that_cannot_be_read(capsys, arguments, said):
+def test_options_that_cannot_be_read(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(["inspect", *arguments], tools=Surveyed())
     out, err = capsys.readouterr()
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    assert message in err
 
 
 def test_the_measures_of_the_help_are_those_of_a_survey():

@@ -83,7 +83,7 @@ def test_the_columns_are_explained_below_the_table(capsys):
     assert "random tokens" not in capsys.readouterr().out
 
 
-def test_sinks_are_told_by_both_thresholds_in_a_row(capsys):
+def test_sinks_are_shown_by_both_thresholds_in_a_row(capsys):
     main(["inspect", "--top", "2"], tools=Surveyed())
     lines = capsys.readouterr().out.splitlines()
     [row] = [i for i, line in enumerate(lines) if line.startswith("  sinks ")]
@@ -298,7 +298,7 @@ def test_spaces_and_joiners_of_other_languages_are_shown_as_they_are():
     assert visible("\u202aa\u202eb\u2066c\u2069\u2028") == "\ufffda\ufffdb\ufffdc\ufffd\ufffd"
 
 
-def test_what_ablation_cost_is_told_with_its_caveat(capsys):
+def test_what_ablation_cost_is_shown_with_its_caveat(capsys):
     main(["inspect", "--ablate", "zero"], tools=Surveyed())
     out = capsys.readouterr().out
     assert "loss 2.500 nats per token; with nothing in place of one head, at most +0.120 (0.3). No importance." in out
@@ -314,9 +314,9 @@ def test_two_models_are_compared_kind_by_kind_and_head_by_head(capsys):
     there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
     survey_view.show(replace(here, other=there), top=1)
     out = capsys.readouterr().out
-    told = out[out.index("compared with two") :].splitlines()
-    assert next(line.split() for line in told if line.startswith("induction")) == ["induction", "3", "2"]
-    row = told[-2].split()
+    output = out[out.index("compared with two") :].splitlines()
+    assert next(line.split() for line in output if line.startswith("induction")) == ["induction", "3", "2"]
+    row = output[-2].split()
     assert row[:4] == ["1.1", "induction", "0.850", "0.050"]
     assert row[4:] == ["broad"]
     survey_view.show(replace(here, other=report(model="two")), top=1)
@@ -332,12 +332,12 @@ def test_what_was_asked_for_is_shown_of_the_second_model_too(capsys):
     options = ["--model", "one", "--compare-model", "two", "--heads", "1.1,0.2", "--ablate", "mean"]
     assert main(["inspect", *options], tools=tools) == 0
     out = capsys.readouterr().out
-    told = out[out.index("compared with two") :]
-    assert "loss 2.500 nats per token" in told
-    assert report().continuation in told
+    output = out[out.index("compared with two") :]
+    assert "loss 2.500 nats per token" in output
+    assert report().continuation in output
     for name in ("1.1", "0.2"):
         assert f"head {name}, key head" in out
-        assert f"head {name} of two, key head" in told
+        assert f"head {name} of two, key head" in output
 
 
 def test_two_models_are_compared_by_the_measures_that_were_asked_for(capsys):
@@ -349,8 +349,8 @@ def test_two_models_are_compared_by_the_measures_that_were_asked_for(capsys):
     there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
     survey_view.show(replace(here, other=there), top=3, measures=["entropy", "sink"])
     out = capsys.readouterr().out
-    told = out[out.index("compared with two") :].splitlines()
-    assert told[-2].split()[:4] == ["1.1", "entropy", "0.400", "1.700"]
+    output = out[out.index("compared with two") :].splitlines()
+    assert output[-2].split()[:4] == ["1.1", "entropy", "0.400", "1.700"]
     survey_view.show(replace(here, other=there), top=3, measures=["sink"])
     assert "No head's sink differs: both models do the same on this prompt." in capsys.readouterr().out
 

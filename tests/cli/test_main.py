@@ -28,14 +28,14 @@ def test_version_tells_what_is_installed(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"regard {regard.__version__}"
-    assert told[1].startswith("torch 2.")
-    assert [line.split()[0] for line in told[2:]] == ["transformers", "compiled"]
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == f"regard {regard.__version__}"
+    assert output[1].startswith("torch 2.")
+    assert [line.split()[0] for line in output[2:]] == ["transformers", "compiled"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["look"], "invalid choice: 'look'"),
         (["--json", "doctor"], ". Write --json after the command. See regard doctor --help."),
@@ -65,19 +65,19 @@ def test_version_tells_what_is_installed(capsys):
         ),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(arguments, said, capsys):
+def test_what_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert message in err
     assert err.startswith("regard")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of a full disk is Linux's")
 @pytest.mark.parametrize("arguments", [["cost", "llama-2-70b"], ["cost", "gpt2", "--json", "-"], ["--help"]])
-def test_a_full_disk_is_said_in_one_line(arguments):
+def test_a_full_disk_is_reported_in_one_line(arguments):
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "regard", *arguments]
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

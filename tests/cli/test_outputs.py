@@ -67,8 +67,8 @@ def by_a_detour(thesis):
 @pytest.mark.parametrize("name", [lambda thesis: thesis, by_a_link, by_a_second_name, by_a_detour])
 def test_the_text_is_not_written_to_not_even_by_force(name, option, thesis, capsys):
     place = name(thesis)
-    said = refused(capsys, "--prompt-file", "thesis.txt", option, place, "--force")
-    assert f"{place} is the prompt that is read: name another file after {option}." in said
+    message = refused(capsys, "--prompt-file", "thesis.txt", option, place, "--force")
+    assert f"{place} is the prompt that is read: name another file after {option}." in message
 
 
 def test_the_text_on_stdin_is_not_written_to(thesis, capsys, monkeypatch):
@@ -90,8 +90,8 @@ def test_the_files_of_a_model_are_not_written_to_not_even_by_force(which, here, 
     for file in ("model.safetensors", "config.json", "more/tokenizer.json"):
         (model / file).write_text("{}")
         for place in (model / file, f"alias/{file}"):
-            said = refused(capsys, which, "models/one", "--json", place, "--force")
-            assert f"{place} is a file of the model that is read" in said
+            message = refused(capsys, which, "models/one", "--json", place, "--force")
+            assert f"{place} is a file of the model that is read" in message
     assert inspected(which, model, "--html", model / "regard.html") == 0
     assert inspected(which, model, "--html", model / "regard.html") == 0
 
@@ -107,8 +107,8 @@ def test_a_model_in_the_cache_is_known_by_its_name(here, capsys, monkeypatch):
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(here / "hub"))
-    said = refused(capsys, "--model", "we/tiny", "--json", hub / "blobs" / "0f3a", "--force")
-    assert "is a file of the model that is read" in said
+    message = refused(capsys, "--model", "we/tiny", "--json", hub / "blobs" / "0f3a", "--force")
+    assert "is a file of the model that is read" in message
 
 
 @pytest.mark.parametrize("name", ["", "no name!", "owner/none", "./nowhere"])
@@ -121,8 +121,8 @@ def test_a_model_that_is_not_here_has_no_folder(name):
 
 @pytest.mark.parametrize("option", FORMS)
 def test_a_file_of_others_is_replaced_by_force_alone(option, thesis, capsys):
-    said = refused(capsys, option, thesis)
-    assert f"thesis.txt exists, and is no {FORMS[option]} that regard wrote: name another file after" in said
+    message = refused(capsys, option, thesis)
+    assert f"thesis.txt exists, and is no {FORMS[option]} that regard wrote: name another file after" in message
     assert inspected(option, thesis, "--force") == 0
     assert SIGNATURES[FORMS[option]].match(thesis.read_bytes())
     assert inspected(option, thesis) == 0
@@ -158,7 +158,7 @@ def test_one_file_by_two_names_is_not_for_two(here, capsys):
 
 
 @pytest.mark.parametrize("place", ["x" * 300, "a\0b", "loop"])
-def test_a_name_that_no_file_can_have_is_said_in_one_line(place, here, capsys):
+def test_a_name_that_no_file_can_have_is_reported_in_one_line(place, here, capsys):
     (here / "loop").symlink_to(here / "loop")
     assert "cannot be written: " in refused(capsys, "--html", place)
 
@@ -191,16 +191,16 @@ def test_what_a_model_writes_replaces_its_own_file_and_no_other(here, thesis, ca
     tiny.save(here / "model")
     written = ["generate", "Call me", "--max-new-tokens", "3", "--model", "model"]
     for _ in range(2):
-        assert main([*written, "--json", "told.json"]) == 0
+        assert main([*written, "--json", "written.json"]) == 0
     monkeypatch.setattr("regard.integrate.checkpoint.load", lambda *_: pytest.fail("it is loaded"))
     capsys.readouterr()
-    for more, said in (
+    for more, message in (
         (["--json", "thesis.txt"], "no JSON that regard wrote"),
         (["--json", "model/config.json", "--force"], "is a file of the model"),
         (["--json", "model/model.safetensors", "--force"], "is a file of the model"),
     ):
         assert main([*written, *more]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert main(["generate", "--prompt-file", "thesis.txt", "--json", "thesis.txt", "--force"]) == 2
     assert "is the prompt that is read" in capsys.readouterr().err
     assert thesis.read_text() == THEIRS

@@ -55,7 +55,7 @@ def test_another_processor_or_version_is_measured_again(monkeypatch):
     assert read_this_machine() is None
 
 
-def test_machines_of_one_name_are_told_apart_by_their_models(monkeypatch):
+def test_machines_of_one_name_are_distinguished_by_their_models(monkeypatch):
     one = identity()
     monkeypatch.setattr(stored, "model", lambda: "6/9999/1")
     assert identity() != one

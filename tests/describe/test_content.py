@@ -208,7 +208,7 @@ def test_functions_written_alike_are_one_and_their_constants_tell_them_apart():
     assert len({made(f"lambda k: k < {value}") for value in ("1", "1.0", "True", "-0.0", "0.0", "'1'", "b'1'")}) == 7
 
 
-def test_values_that_are_equal_in_python_and_differ_are_told_apart():
+def test_values_that_are_equal_in_python_and_differ_are_distinguished():
     values: list[object] = [1, 1.0, True, [1], (1,), {1}, {1: 1}, 0.0, -0.0, "1", b"1", None]
     values += [np.float32(1), np.float64(1), np.ones(1), np.ones((1, 1)), torch.ones(1), torch.ones(1, 1)]
     assert len({content(value) for value in values}) == len(values)

@@ -76,7 +76,7 @@ def test_a_count_is_an_int_of_at_least_one(wrong: object):
         LatentHeads(4, wrong, 4, 4, 4, 4)
 
 
-def test_how_wide_a_head_is_must_be_said():
+def test_the_width_of_a_head_is_required():
     with pytest.raises(ProblemError, match=r"Heads\(qk_dim=0\).*at least 1"):
         Heads(4)
 

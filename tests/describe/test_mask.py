@@ -60,7 +60,7 @@ def test_a_mask_looks_as_drawn(name: str):
     assert draw(mask, 4, 4).replace(" ", "").split("\n") == picture.split(" ")
 
 
-def test_queries_stand_at_the_end_of_the_keys_unless_said_otherwise():
+def test_queries_are_at_the_end_of_the_keys_by_default():
     assert draw(Causal(), 1, 3) == "█ █ █"
     assert draw(Causal(), 1, 3, offset=0) == "█ · ·"
 
@@ -85,7 +85,7 @@ def test_a_mask_is_not_a_truth_value(mask: Mask):
         bool(mask)
 
 
-def test_a_mask_is_written_as_it_is_said():
+def test_a_mask_is_printed_as_it_is_written():
     assert repr(Causal() & (Window(1024) | Prefix(4))) == "Causal() & (Window(left=1024) | Prefix(size=4))"
     assert repr(~(Causal() | Prefix(1))) == "~(Causal() | Prefix(size=1))"
     assert repr(KeyLengths(torch.tensor([1, 2]))) == "KeyLengths(lengths=int64[2])"
@@ -112,7 +112,7 @@ def test_a_tensor_that_changed_makes_another_mask():
     assert KeyLengths(lengths).fingerprint() != before
 
 
-def test_tensors_of_inference_mode_are_told_apart_by_content():
+def test_tensors_of_inference_mode_are_distinguished_by_content():
     with torch.inference_mode():
         lengths = torch.tensor([1, 2])
         before, again = KeyLengths(lengths).fingerprint(), KeyLengths(lengths.clone()).fingerprint()
@@ -197,7 +197,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_said_to_make_none(name: str):
+def test_what_makes_no_sense_is_refused(name: str):
     make, says = WRONG[name]
     with pytest.raises(ProblemError, match=says):
         make()
@@ -318,7 +318,7 @@ def test_sizes_that_are_no_sizes_are_refused():
             word(size)
 
 
-def test_a_class_in_place_of_a_word_is_told():
+def test_a_class_in_place_of_a_spec_is_refused():
     q = torch.randn(1, 1, 3, 4)
     with pytest.raises(ProblemError, match=r"mask is the class Causal: .*; did you mean Causal\(...\)\?$"):
         attend(q, q, q, mask=Causal)
@@ -694,7 +694,7 @@ def test_a_subclass_of_a_mask_is_what_its_own_keep_says(name: str, backend: str 
         torch.testing.assert_close(attend(q, k, v, mask=mask, backend=backend), expected)
 
 
-def test_masks_are_told_by_their_own_class():
+def test_masks_are_identified_by_their_own_class():
     assert is_made_of((Causal() & ~Window(3)) | Prefix(1), (Causal, Window, Prefix))
     assert not is_made_of(Causal() & CausalTable(TABLE), (Causal, TensorMask))
     assert not is_made_of(OddAnd(Causal(), Causal()), (Causal,))

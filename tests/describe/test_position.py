@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_said_to_make_none(name: str):
+def test_what_makes_no_sense_is_refused(name: str):
     make, says = WRONG[name]
     with pytest.raises(ProblemError, match=says):
         make()

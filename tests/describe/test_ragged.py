@@ -50,7 +50,7 @@ def test_the_schedule_lists_just_these_pairs(which: int, lengths: list[int], que
     assert tiles.pairs == int(kept(mask, len(lengths), queries, keys).sum())
 
 
-def test_it_can_be_drawn_and_spelled() -> None:
+def test_it_can_be_drawn_and_printed() -> None:
     mask = Ragged(Causal(), (2, 3))
     assert draw(mask, 2, 3, batch=0) == "█ · ·\n█ █ ·"
     tensors: list[torch.Tensor] = []

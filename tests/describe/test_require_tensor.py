@@ -58,7 +58,7 @@ WORDS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", WORDS)
-def test_a_word_says_what_is_no_dense_tensor(name: str, given: str):
+def test_a_spec_reports_what_is_no_dense_tensor(name: str, given: str):
     if (name, given) == ("Global", "a dict"):
         pytest.skip("a dict is an iterable, here of no position")
     with pytest.raises(ProblemError, match=r"is |expected"):

@@ -388,7 +388,7 @@ def test_gradients_are_traced():
     torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (here, there)))
 
 
-def test_a_tensor_of_positions_is_traced_when_the_length_is_told():
+def test_a_tensor_of_positions_is_traced_when_the_length_is_given():
     rope, x, p = Rope(6, scaling=DynamicNTK(2.0, 4)), torch.randn(2, 3, 5, 6), torch.randint(0, 30, (2, 5))
     torch._dynamo.reset()
     traced = torch.compile(rope.rotate, backend="eager", fullgraph=True)

@@ -86,7 +86,7 @@ def test_what_scale_none_means_is_the_scores_own():
         assert torch.equal(attend(q, k, v, score=score), attend(q, k, v, score=score, scale=own)), name
 
 
-# ---- the formula, whatever else is said -----------------------------------------------------------------------------
+# ---- the formula, whatever else is given ----------------------------------------------------------------------------
 
 
 @st.composite

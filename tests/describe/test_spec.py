@@ -157,7 +157,7 @@ def test_tensors_on_a_device_are_known_by_identity_and_version(monkeypatch: pyte
     assert content_key(lengths) != before
 
 
-def test_a_tensor_is_read_once_while_it_is_said_to_be_unchanged(monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_is_read_once_within_unchanged(monkeypatch: pytest.MonkeyPatch):
     read: list[torch.Tensor] = []
     digest = tensors.digest
     monkeypatch.setattr(tensors, "digest", lambda t: read.append(t) or digest(t))

@@ -1,4 +1,4 @@
-"""Who brings the names of another library along is told what they are here, and every name told is one of ours."""
+"""Who brings the names of another library along gets what they are here, and every name in a message is one of ours."""
 
 import inspect
 import re
@@ -220,13 +220,13 @@ def test_a_slip_of_the_pen_is_answered_with_the_nearest_and_anything_else_with_a
         call(Q, Q, Q, blue=None)
 
 
-def test_what_a_state_cannot_take_is_said_of_it():
+def test_what_a_state_cannot_take_is_reported_of_it():
     call: Any = attend_state
     with pytest.raises(TypeError, match=r"attend_state does not know sink: .*with_sink"):
         call(Q, Q, Q, sink=torch.zeros(2))
 
 
-def test_what_is_said_to_say_can_be_said():
+def test_what_messages_propose_can_be_written():
     advices = [*KEYWORDS.values(), *(advice for special in SPECIAL.values() for advice in special.values())]
     parameters = {name for advice in advices for name in re.findall(r"\b(\w+)=", advice)}
     assert parameters >= {"mask", "bias", "softcap", "sink"}
@@ -237,7 +237,7 @@ def test_what_is_said_to_say_can_be_said():
 
 
 @pytest.mark.parametrize("here", MASKS)
-def test_a_mask_that_is_told_is_a_mask(here: str):
+def test_a_mask_that_is_given_is_a_mask(here: str):
     ids = torch.tensor([0, 0, 1, 1, 1])
     sizes = {"n": 3, "step": 2, "lengths": torch.tensor([4]), "ids": ids, "positions": ids[1:3], "size": 2}
     mask = eval(here, {**vars(regard), **sizes, "layout": torch.ones(3, 3, dtype=torch.bool), "parents": [-1, 0]})
@@ -253,7 +253,7 @@ def test_a_mask_by_name_is_answered_however_it_is_written():
     assert mask_for("causal+blue") is None
 
 
-def test_a_mask_by_name_is_told_by_attend_and_by_the_signs_that_combine():
+def test_a_mask_by_name_is_refused_by_attend_and_by_operators():
     with pytest.raises(
         ProblemError, match=r"mask is the text 'causal': expected a regard Mask; say mask=Causal\(\)\.$"
     ):
@@ -266,7 +266,7 @@ def test_a_mask_by_name_is_told_by_attend_and_by_the_signs_that_combine():
         Causal() & "window"  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
 
 
-def test_a_name_that_nobody_has_is_told_as_any_thing_that_is_no_mask():
+def test_an_unknown_name_is_refused_as_anything_that_is_no_mask():
     with pytest.raises(ProblemError, match="mask is 'blue': expected a regard Mask; wrap a bool tensor"):
         attend(Q, Q, Q, mask="blue")
 

@@ -95,7 +95,7 @@ def test_explaining_computes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("mask", "said"),
+    ("mask", "message"),
     [
         (Window(64), "hides nothing"),
         (KeyLengths(torch.tensor([64])), "hides nothing"),
@@ -105,10 +105,10 @@ def test_explaining_computes_nothing():
         (Causal(), None),
     ],
 )
-def test_a_mask_is_said_in_the_simplest_word(mask, said):
+def test_a_mask_is_written_as_the_simplest_spec(mask, message):
     q = meta(1, 2, 64, 8)
     steps = explain(q, q, q, mask=mask).steps
-    assert (said in str(steps[0])) if said else not steps
+    assert (message in str(steps[0])) if message else not steps
 
 
 def test_equal_calls_share_a_plan():

@@ -857,7 +857,7 @@ def test_a_call_that_is_counted_is_the_same_call():
         assert torch.equal(attend(Q, K, V, mask=Causal(), sink=SINK), expected)
 
 
-def test_a_watcher_is_told_of_calls_that_are_counted():
+def test_an_observer_gets_calls_that_are_counted():
     calls: list[Any] = []
     with FlopCounterMode(display=False), observe_calls(calls.append):
         attend(Q, K, V)

@@ -151,7 +151,7 @@ def test_what_equals_a_number_and_is_none_is_an_error_also_afterwards():
             attend(Q, K, V, **words)
 
 
-def test_a_word_that_only_has_the_name_of_one_is_an_error_also_afterwards():
+def test_a_spec_that_only_has_the_name_of_one_is_an_error_also_afterwards():
     attend(Q, K, V, mask=Causal())
 
     class Impostor(Causal):

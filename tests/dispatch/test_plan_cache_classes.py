@@ -93,7 +93,7 @@ def test_a_function_of_a_notebook_is_seen_to_change():
     assert not torch.equal(before, after)
 
 
-def test_outlines_and_plans_keep_no_class_alive():
+def test_fingerprints_and_plans_keep_no_class_alive():
     kind = near(4)
     attend(Q, K, V, mask=kind())
     fingerprint, ghost = kind().fingerprint(), weakref.ref(kind)

@@ -288,7 +288,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         files.Writer(file, {"task": "passkey"}, {})
 
 
-def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path):
+def test_a_full_disk_is_reported_and_leaves_whole_lines(tmp_path):
     file = tmp_path / "results.jsonl"
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

@@ -175,14 +175,14 @@ def test_tokens_beyond_the_bytes_are_shown_by_their_numbers():
 class Saying(LlamaForCausalLM):
     """A model that says these tokens, one by one."""
 
-    def __init__(self, said):
+    def __init__(self, tokens):
         super().__init__(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                      num_attention_heads=1, bos_token_id=None, eos_token_id=2))  # fmt: skip
-        self.said = iter(said)
+        self.tokens = iter(tokens)
 
     def forward(self, tokens, **_):  # pyright: ignore[reportIncompatibleMethodOverride]
         logits = torch.zeros(1, tokens.shape[1], 8)
-        logits[0, -1, next(self.said)] = 1
+        logits[0, -1, next(self.tokens)] = 1
         return SimpleNamespace(logits=logits)
 
 
@@ -203,7 +203,7 @@ def test_an_answer_ends_where_the_generation_of_the_model_does(ends, text):
     assert answer["text"] == text
 
 
-def test_an_answer_may_be_as_the_tokenizer_spells_it():
+def test_an_answer_may_be_as_the_tokenizer_writes_it():
     """WordPiece decodes "a-b" as "a - b"."""
     made = FastTokenizer(models.WordPiece({"[UNK]": 0, "Who?": 1, "Jean": 3, "-": 4, "Luc": 5, "No": 6}))
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -211,16 +211,16 @@ def test_an_answer_may_be_as_the_tokenizer_spells_it():
     )
     made.decoder = decoders.WordPiece()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
-    for said, score in (((3, 4, 5), 1), ((3, 5, 4), 0), ((6, 3, 4), 0)):
+    for tokens, score in (((3, 4, 5), 1), ((3, 5, 4), 0), ((6, 3, 4), 0)):
         question = Question("one", {}, (1,), (1,), (), ("Jean-Luc",), new_tokens=3)
-        ((_, answer),) = answers(as_model(Saying([0, *said]), tokenizer), [question])
+        ((_, answer),) = answers(as_model(Saying([0, *tokens]), tokenizer), [question])
         assert answer["score"] == score
     assert Tokenizer.of(tokenizer).spelled("Jean-Luc") == "Jean - Luc"
     for unknown in ("Jean Picard", "Picard", "[UNK]s"):  # whose tokens decode to another text
         assert Tokenizer.of(tokenizer).spelled(unknown) == unknown
 
 
-def test_unknown_tokens_are_not_spelled_as_an_answer():
+def test_unknown_tokens_are_not_written_as_an_answer():
     made = FastTokenizer(models.WordLevel({"[UNK]": 0, "Who?": 1}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     question = Question("one", {}, (1,), (1,), (), ("Picard",), new_tokens=1)

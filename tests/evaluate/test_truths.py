@@ -64,10 +64,10 @@ def copying(window: int | None = None):
 
 def following(text: str) -> int | None:
     """The byte that continues an answer at the end of the text; None where none is begun, or none is known."""
-    for asked, told in ASKED:
+    for asked, output in ASKED:
         if found := asked.search(text):
-            said = re.search(told.format(re.escape(found[1])), text[: found.start()])
-            whole, begun = f" {said[1]}" if said else "", found[2] or ""
+            reason = re.search(output.format(re.escape(found[1])), text[: found.start()])
+            whole, begun = f" {reason[1]}" if reason else "", found[2] or ""
             return whole.encode()[len(begun)] if whole.startswith(begun) and len(begun) < len(whole) else None
     return None
 
@@ -242,8 +242,8 @@ def saying(example, text):
     """A model that says this text after the prompt of an example, in bytes."""
 
     def call(tokens):
-        said = tokens.shape[1] - len(example.tokens)
-        return torch.zeros(*tokens.shape, BYTES).index_fill(-1, torch.tensor([text.encode()[max(0, said)]]), 1.0)
+        reason = tokens.shape[1] - len(example.tokens)
+        return torch.zeros(*tokens.shape, BYTES).index_fill(-1, torch.tensor([text.encode()[max(0, reason)]]), 1.0)
 
     return call
 

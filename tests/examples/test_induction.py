@@ -14,18 +14,18 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "induction.py"
 def run(monkeypatch, capsys):
     """What the example prints."""
 
-    def said(*words):
+    def printed(*words):
         monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *words])
         runpy.run_path(str(EXAMPLE), run_name="__main__")
         return capsys.readouterr().out
 
-    return said
+    return printed
 
 
 def test_it_prints_a_table(run):
-    said = run("--steps", "2", "--sequences", "8")
-    assert "step     2" in said
-    assert all(f"\n{layer}.{head} " in said for layer in (0, 1) for head in range(8))
+    printed = run("--steps", "2", "--sequences", "8")
+    assert "step     2" in printed
+    assert all(f"\n{layer}.{head} " in printed for layer in (0, 1) for head in range(8))
 
 
 def test_it_prints_json_alone(run):

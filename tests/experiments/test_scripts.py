@@ -130,7 +130,7 @@ def test_a_figure_has_the_same_bytes_again(load, name):
     assert len({experiment.figure(record) for _ in range(3)}) == 1
 
 
-def test_a_script_prints_its_verdict_and_writes_only_when_told(load, monkeypatch, tmp_path, capsys):
+def test_a_script_prints_its_verdict_and_writes_only_when_asked(load, monkeypatch, tmp_path, capsys):
     experiment = load("temperature")["EXPERIMENT"]
     experiment.main(["--quick", "--seed", "1"])
     printed = capsys.readouterr().out

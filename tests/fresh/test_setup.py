@@ -64,13 +64,13 @@ def test_a_python_that_is_too_old_is_refused_in_words(bash):
     assert "regard needs Python 3.11 or newer" in refused.stdout
 
 
-def test_a_slow_installation_is_said_each_time_in_one_line_and_only_there(bash, tmp_path: Path):
+def test_a_slow_installation_is_reported_each_time_in_one_line_and_only_there(bash, tmp_path: Path):
     (tmp_path / "ready").mkdir()
-    said = "say_slow; echo quiet: ${REGARD_QUIET-no}"
+    script = "say_slow; echo quiet: ${REGARD_QUIET-no}"
     for reason, line, quiet in (("", "", "no"), ("no compiler was found.", "slow: no compiler was found.\n", "1")):
         (tmp_path / "ready" / "absence").write_text(reason)
         for _ in range(2):
-            done = bash(said)
+            done = bash(script)
             assert (done.stderr, done.stdout) == (line, f"quiet: {quiet}\n")
 
 

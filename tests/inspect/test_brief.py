@@ -41,14 +41,14 @@ def test_no_public_result_prints_its_tensors(kind):
 
 def test_a_report_is_a_few_lines():
     made = report(layers=5, heads=8, notes=("Something to know.",), other=report(model="another"))
-    told = repr(made)
-    assert len(told) < 600
-    assert told.startswith("Report of a model, 5 layers x 8 heads: 24 tokens read, 5 written\n")
+    output = repr(made)
+    assert len(output) < 600
+    assert output.startswith("Report of a model, 5 layers x 8 heads: 24 tokens read, 5 written\n")
     kinds = [head.kind for head in made.heads]
     for kind in set(kinds):
-        assert f"{kinds.count(kind)} {kind}" in told
-    assert "note: Something to know." in told
-    assert "compared with another" in told
+        assert f"{kinds.count(kind)} {kind}" in output
+    assert "note: Something to know." in output
+    assert "compared with another" in output
 
 
 def test_weights_say_heads_tokens_and_type():
@@ -60,8 +60,8 @@ def test_weights_say_heads_tokens_and_type():
 
 
 def test_many_heads_are_counted_and_a_few_numbers_shown():
-    told = repr(Importance(MANY, torch.zeros(2, len(MANY))))
-    assert told.startswith(
+    output = repr(Importance(MANY, torch.zeros(2, len(MANY))))
+    assert output.startswith(
         "Importance(heads=((0, 0), (0, 1), (0, 2), ... 279 in all), slopes=float32 [2, 279], caveat="
     )
     assert "losses=tensor([1.5000, 2.0000])" in repr(Effect(((0, 1),), torch.ones(2), torch.tensor([1.5, 2.0])))
@@ -75,6 +75,6 @@ def test_results_within_results_are_brief_as_well():
         score: HeadScores
         found: dict[int, torch.Tensor]
 
-    told = repr(Both(HeadScores(torch.zeros(1, 300), torch.zeros(1, 300)), {n: torch.zeros(99) for n in range(50)}))
-    assert told.startswith("Both(score=HeadScores(value=float32 [1, 300], ")
-    assert told.endswith("2: float32 [99], ... 50 in all})")
+    output = repr(Both(HeadScores(torch.zeros(1, 300), torch.zeros(1, 300)), {n: torch.zeros(99) for n in range(50)}))
+    assert output.startswith("Both(score=HeadScores(value=float32 [1, 300], ")
+    assert output.endswith("2: float32 [99], ... 50 in all})")

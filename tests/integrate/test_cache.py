@@ -82,15 +82,15 @@ def test_a_text_may_be_gone_on_with(name: str):
 @pytest.mark.parametrize("words", [{}, {"layout": Contiguous(capacity=40)}], ids=["growing", "fixed"])
 def test_a_text_may_come_in_pieces(name: str, words: dict[str, Any]):
     m, ids, mask = on_regard(name), prompt(2, 21), padding("left", length=21)
-    said: list[Tensor] = []
+    pieces: list[Tensor] = []
     with torch.no_grad():
         whole = m(ids, attention_mask=mask, use_cache=False).logits
         cache, start = regard_cache(m, **words), 0
         for end in (9, 10, 16, 17, 21):
-            said.append(m(ids[:, start:end], attention_mask=mask[:, :end], **with_cache(cache)).logits)
+            pieces.append(m(ids[:, start:end], attention_mask=mask[:, :end], **with_cache(cache)).logits)
             start = end
     real = mask.bool()
-    assert torch.allclose(torch.cat(said, dim=1)[real], whole[real], atol=1e-5)
+    assert torch.allclose(torch.cat(pieces, dim=1)[real], whole[real], atol=1e-5)
 
 
 def test_a_prompt_in_chunks_gives_the_bits_of_one_in_whole():

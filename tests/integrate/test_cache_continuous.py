@@ -38,9 +38,9 @@ def one_by_one(m: Any) -> list[list[int]]:
 
 
 def together(m: Any) -> list[list[int]]:
-    told = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1)
+    settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1)
     room = ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=16)
-    out = m.generate_batch(prompts(), generation_config=told, continuous_batching_config=room, warmup=False)
+    out = m.generate_batch(prompts(), generation_config=settings, continuous_batching_config=room, warmup=False)
     return [request.generated_tokens for request in out.values()]
 
 

@@ -1,4 +1,4 @@
-"""Caches that forget tokens, in transformers models: the right ones, said aloud, and not where it would go wrong."""
+"""Caches that forget tokens, in transformers models: the right ones, with a warning, or refused."""
 
 import copy
 from collections.abc import Callable
@@ -81,10 +81,10 @@ def test_rolling_is_the_paper_s_cache(scaling: dict[str, Any]):
     assert rolling.layers[0].kv.tokens == 11
 
 
-def scaled(said: dict[str, Any]) -> Any:
+def scaled(message: dict[str, Any]) -> Any:
     """A llama whose rotation is scaled."""
     config = copy.deepcopy(model("llama").config)
-    config.rope_parameters = {"rope_theta": 10000.0, "high_freq_factor": 4.0} | said
+    config.rope_parameters = {"rope_theta": 10000.0, "high_freq_factor": 4.0} | message
     config.rope_parameters["original_max_position_embeddings"] = 16
     torch.manual_seed(0)
     made = transformers.LlamaForCausalLM(config).eval()
@@ -116,14 +116,16 @@ def test_policies_see_what_they_ask_for(name: str, codec: Any, policy: Any):
 
 
 def test_the_queries_that_a_policy_sees_are_those_of_attention(monkeypatch: pytest.MonkeyPatch):
-    m, calls, told = on_regard("llama"), [], []
+    m, calls, observed = on_regard("llama"), [], []
     cache = regard_cache(m, evict=TOVA(19))
     for layer in cache.layers:
-        monkeypatch.setattr(layer.kv, "observe", lambda q, mask, scale, at=layer: told.append((at, q, scale)))
+        monkeypatch.setattr(layer.kv, "observe", lambda q, mask, scale, at=layer: observed.append((at, q, scale)))
     with torch.no_grad(), observe_calls(calls.append):
         m(prompt(), **with_cache(cache))
-    assert [at for at, _, _ in told] == cache.layers
-    assert all(torch.equal(q, call.q) and scale == call.scale for (_, q, scale), call in zip(told, calls, strict=True))
+    assert [at for at, _, _ in observed] == cache.layers
+    assert all(
+        torch.equal(q, call.q) and scale == call.scale for (_, q, scale), call in zip(observed, calls, strict=True)
+    )
 
 
 PADDED: dict[str, dict[str, Any]] = {
@@ -183,7 +185,7 @@ def test_padded_rows_can_be_put_in_order_and_come_in_pieces(words: str, options:
         assert together[row][17:] == alone[0][own.shape[1] :]
 
 
-def test_what_rows_of_a_padded_batch_keep_is_told():
+def test_what_rows_of_a_padded_batch_keep_is_reported():
     m, mask = on_regard("llama"), padding("left", length=17)
     cache = regard_cache(m, layout=Rolling(11, sinks=3))
     written(m, prompt(2, 17), cache, attention_mask=mask, max_new_tokens=2)
@@ -243,8 +245,8 @@ def test_after_a_call_that_failed_between_layers_its_tokens_are_removed_before_t
         fail_in(m.model.layers[-1].input_layernorm, lambda: m(ids[:, 9:11], **with_cache(cache)))
         can_crop = (words, name) != ("capacity", "mistral")  # whose window has lost tokens
         advice = r"Remove its tokens, crop\(-2\), or" if can_crop else "Its tokens cannot be removed: start anew"
-        said = rf"have 11 tokens and others 9: a call of the model failed between them\. {advice}"
-        with pytest.raises(ProblemError, match=said):
+        message = rf"have 11 tokens and others 9: a call of the model failed between them\. {advice}"
+        with pytest.raises(ProblemError, match=message):
             m(ids[:, 9:10], **with_cache(cache))
         if not can_crop:
             return
@@ -313,9 +315,9 @@ def test_it_says_how_many_tokens_can_be_taken_back(words: dict[str, Any], side: 
     with torch.no_grad():
         for stop, start in ((9, 0), (13, 9)):
             m(ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(cache))
-    with pytest.raises(ProblemError, match=r"crop\(-12\): .* at most \d+ can be removed.* reset\(\)") as said:
+    with pytest.raises(ProblemError, match=r"crop\(-12\): .* at most \d+ can be removed.* reset\(\)") as message:
         cache.crop(-12)
-    most = int(str(said.value).split("at most ")[1].split()[0])
+    most = int(str(message.value).split("at most ")[1].split()[0])
     with pytest.raises(ProblemError, match=rf"crop\({-most - 1}\): .* at most {most} can be removed"):
         cache.crop(-most - 1)
     cache.crop(-most)

@@ -128,7 +128,7 @@ def test_a_model_that_learns_has_the_gradients_of_eager_attention():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda up: up.register_forward_hook(lambda *_: None), "hooks on its kv_b_proj must be called"),
         (lambda up: setattr(up, "forward", up.forward), "hooks on its kv_b_proj must be called"),
@@ -138,13 +138,13 @@ def test_a_model_that_learns_has_the_gradients_of_eager_attention():
     ids=["a hook", "a forward of accelerate's", "a bias", "an adapter"],
 )
 @pytest.mark.parametrize("words", [{}, {"layout": Contiguous(capacity=24)}], ids=["growing", "fixed"])
-def test_why_latents_are_expanded_is_said(change: Any, said: str, words: dict[str, Any]):
+def test_why_latents_are_expanded_is_reported(change: Any, message: str, words: dict[str, Any]):
     m = copy.deepcopy(latent("deepseek_v3"))
     use_regard(m)
     cache = regard_cache(m, **words)
     assert "latents, which queries meet without expanding them" in cache.explain()
     change(m.model.layers[1].self_attn.kv_b_proj)
-    assert f"latents, which the model expands at every step: {said}" in cache.explain()
+    assert f"latents, which the model expands at every step: {message}" in cache.explain()
     m.set_attn_implementation("eager")
     assert "expands at every step: its attention is eager: use_regard(model)" in cache.explain()
 
@@ -226,7 +226,7 @@ def test_a_model_in_a_compiled_graph_writes_the_same():
     use_regard(m)
     stock, _ = written(m, ids, None, attention_mask=mask)
     options = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)  # type: ignore[arg-type]
-    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone, unless told
+    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone by default
     cache = regard_cache(m, layout=Contiguous(capacity=24))
     assert cache.is_compileable
     ours, _ = written(m, ids, cache, attention_mask=mask, compile_config=options)
@@ -234,7 +234,7 @@ def test_a_model_in_a_compiled_graph_writes_the_same():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"layout": Paged(16)}, "whose keys and values are made of latents"),
         ({"layout": Rolling(64)}, "whose keys and values are made of latents"),
@@ -244,6 +244,6 @@ def test_a_model_in_a_compiled_graph_writes_the_same():
     ],
     ids=["paged", "rolling", "rank", "norms of values", "rotated"],
 )
-def test_what_latents_do_not_go_with_is_said(words: dict[str, Any], said: str):
-    with pytest.raises(ProblemError, match=said):
+def test_what_latents_do_not_combine_with_is_refused(words: dict[str, Any], message: str):
+    with pytest.raises(ProblemError, match=message):
         regard_cache(latent("deepseek_v3"), **words)

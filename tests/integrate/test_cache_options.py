@@ -78,7 +78,7 @@ def test_sizes_that_are_the_same_for_all_layers_may_come_once(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "said"),
+    ("name", "attention", "message"),
     [
         ("llama", "sdpa", "a dense copy at each step, for the model's attention is sdpa: use_regard(model)"),
         (
@@ -89,12 +89,12 @@ def test_sizes_that_are_the_same_for_all_layers_may_come_once(monkeypatch: pytes
         ("llama", "regard", "stored tensors, read in place"),
     ],
 )
-def test_it_says_who_gets_tensors_and_why(name: str, attention: str, said: str):
+def test_it_says_who_gets_tensors_and_why(name: str, attention: str, message: str):
     use_regard(model(name))
     model(name).set_attn_implementation(attention)
     cache = regard_cache(model(name), codec=INT8)
     written(model(name), prompt(), cache)
-    assert said in cache.explain()
+    assert message in cache.explain()
 
 
 def test_it_prints_in_a_line():
@@ -117,14 +117,14 @@ def test_the_bytes_are_those_of_the_formula():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "deepseek_v3", "t5"])
 @pytest.mark.parametrize("codec", [None, torch.bfloat16, INT8, Int4(group=16, residual=0, sinks=0)], ids=repr)
-def test_the_bytes_that_are_said_before_are_those_that_are_kept(name: str, codec: Any):
+def test_the_bytes_that_are_predicted_are_those_that_are_kept(name: str, codec: Any):
     m = on_regard(name)
     cache = regard_cache(m, codec=codec)
-    layer, said = layers_of(cache)[0], re.compile("([0-9,]+) bytes a token")
-    before = said.search(cache.explain())
+    layer, message = layers_of(cache)[0], re.compile("([0-9,]+) bytes a token")
+    before = message.search(cache.explain())
     heads, k_dim, v_dim = {"llama": (2, 8, 8), "qwen3": (2, 16, 16), "deepseek_v3": (1, 16, 8)}.get(name, (4, 8, 8))
     layer.update(torch.randn(1, heads, 64, k_dim), torch.randn(1, heads, 64, v_dim))
-    after = said.search(cache.explain())
+    after = message.search(cache.explain())
     assert before is not None
     assert after is not None
     assert before[1] == after[1]
@@ -141,21 +141,21 @@ def test_layers_may_have_sizes_of_their_own():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
     layers: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
     config = Gemma4TextConfig(hidden_size=32, num_kv_shared_layers=0, rope_parameters=rotations, **heads, **layers)
-    said = regard_cache(config).explain()
-    assert re.findall("([0-9,]+) bytes a token", said) == [f"{2 * 2 * 8 * 4}", f"{2 * 2 * 16 * 4}"]
+    message = regard_cache(config).explain()
+    assert re.findall("([0-9,]+) bytes a token", message) == [f"{2 * 2 * 8 * 4}", f"{2 * 2 * 16 * 4}"]
     rope = Rope(16, 1e6)
     assert regard_cache(config, evict=ExpectedAttention(9)).layers[1].kv.evict == ExpectedAttention(9, rope=rope)
     assert regard_cache(config, layout=Rolling(9, 2)).layers[1].kv.layout == Rolling(9, 2, rope)
 
 
-def test_the_bytes_of_a_model_that_was_saved_are_said(tmp_path: Path):
+def test_the_bytes_of_a_model_that_was_saved_are_predicted(tmp_path: Path):
     m = copy.deepcopy(model("llama"))  # saving changes the config
     before = regard_cache(m).explain()
     m.save_pretrained(tmp_path)
     assert regard_cache(m).explain() == before
 
 
-def test_both_halves_of_an_encoder_decoder_are_said():
+def test_both_halves_of_an_encoder_decoder_are_reported():
     m = on_regard("t5")
     cache = regard_cache(m, codec=INT8)
     written(m, prompt(), cache)
@@ -176,7 +176,7 @@ def test_the_names_are_at_the_door_and_load_nothing_before():
 
 
 @pytest.mark.parametrize(
-    ("given", "words", "said"),
+    ("given", "words", "message"),
     [
         (nn.Linear(2, 2), {}, r"regard_cache\(model\) got Linear: expected a model of transformers"),
         ("llama", {}, r"regard_cache\(model\) got str"),
@@ -189,8 +189,8 @@ def test_the_names_are_at_the_door_and_load_nothing_before():
     ],
     ids=["module", "name", "mamba", "latent", "layout", "codec", "twice", "channels"],
 )
-def test_what_makes_no_sense_is_said(given: Any, words: dict[str, Any], said: str):
-    with pytest.raises(ProblemError, match=said):
+def test_what_makes_no_sense_is_refused(given: Any, words: dict[str, Any], message: str):
+    with pytest.raises(ProblemError, match=message):
         regard_cache(given, **words)
 
 
@@ -399,9 +399,11 @@ def test_a_call_that_failed_beside_a_state_is_an_error_before_the_next(
             m(ids[:, :before], **with_cache(cache))
         fail_before(layer, m, ids[:, before : before + new], cache)
         reached, others = ("0" if layer == 1 else "0-1"), ("1-2" if layer == 1 else "2")
-        said = rf"layers {reached} of .* have its tokens, in keys or in states, and layers {others} do not\. Start anew"
+        message = (
+            rf"layers {reached} of .* have its tokens, in keys or in states, and layers {others} do not\. Start anew"
+        )
         for each in (copy.deepcopy(cache), cache):
-            with pytest.raises(ProblemError, match=said):
+            with pytest.raises(ProblemError, match=message):
                 m(ids[:, before:], **with_cache(each))
             if before:
                 with pytest.raises(ProblemError, match="keep a state of all tokens"):
@@ -560,7 +562,7 @@ def test_in_memory_of_a_fixed_size_a_model_can_be_compiled():
     m, ids, mask = on_regard("gemma3"), prompt(), padding("left")
     stock, _ = written(m, ids, None, attention_mask=mask, max_new_tokens=4)
     options = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)  # type: ignore[arg-type]
-    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone, unless told
+    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone by default
     torch._dynamo.utils.counters.clear()
     cache = regard_cache(m, layout=Contiguous(capacity=24))
     ours, _ = written(m, ids, cache, attention_mask=mask, max_new_tokens=4, compile_config=options)
@@ -568,7 +570,7 @@ def test_in_memory_of_a_fixed_size_a_model_can_be_compiled():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_the_word_of_a_rotation_draws_no_random_numbers():
+def test_the_rope_of_a_model_draws_no_random_numbers():
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -606,7 +608,7 @@ def test_layers_of_other_policies_take_a_padded_batch(order: int):
         assert torch.allclose(together[:, row], written(m, own, regard_cache(m, evict=evict))[1][:, 0], atol=1e-5)
 
 
-def test_policies_of_layers_are_said():
+def test_policies_of_layers_are_printed():
     m = on_regard("gemma3")
     cache = regard_cache(m, evict=[None, Knorm(12)], codec=INT8)
     assert f"{Knorm(12)!r} in layers 1: 2 layers" in repr(cache)
@@ -615,7 +617,7 @@ def test_policies_of_layers_are_said():
 
 
 @pytest.mark.parametrize(
-    ("name", "evict", "said"),
+    ("name", "evict", "message"),
     [
         ("llama", [Knorm(12)], "evict lists 1 policies and LlamaForCausalLM has 2 layers: give one for each"),
         ("llama", [], "evict lists 0 policies"),
@@ -627,6 +629,6 @@ def test_policies_of_layers_are_said():
         ),
     ],
 )
-def test_policies_that_do_not_fit_the_layers_are_refused(name: str, evict: list[Any], said: str):
-    with pytest.raises(ProblemError, match=said):
+def test_policies_that_do_not_fit_the_layers_are_refused(name: str, evict: list[Any], message: str):
+    with pytest.raises(ProblemError, match=message):
         regard_cache(on_regard(name), evict=evict)

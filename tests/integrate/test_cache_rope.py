@@ -38,8 +38,8 @@ def rope(kind: str, **more: Any) -> Rope:
     return rope_for(config)
 
 
-def scaled(kind: str, **said: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **said}}
+def scaled(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **more}}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def scaled(kind: str, **said: Any) -> dict[str, Any]:
         "a type of position", "a base for each layer", "own angles", "layers that run again", "per kind of layer",
     ],
 )  # fmt: skip
-def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected: Rope):
+def test_a_rotation_is_written_as_a_rope(kind: str, more: dict[str, Any], expected: Rope):
     found = rope(kind, **more)
     x = torch.randn(1, 1, 3, found.dim)
     assert torch.allclose(found.rotate(x, 5), expected.rotate(x, 5), atol=1e-5)
@@ -85,7 +85,7 @@ def test_a_config_of_several_decoders_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "said"),
+    ("kind", "more", "message"),
     [
         ("gpt2", {}, "a gpt2 model: its keys are not rotated by a rotary embedding"),
         ("opt", {}, "its keys are not rotated by a rotary embedding"),
@@ -108,8 +108,8 @@ def test_a_config_of_several_decoders_is_refused():
         "two bases", "a base of 0", "perhaps no angles", "three positions", "falcon",
     ],
 )  # fmt: skip
-def test_another_way_is_refused_with_what_to_do(kind: str, more: dict[str, Any], said: str):
-    with pytest.raises(ProblemError, match=said) as raised:
+def test_another_way_is_refused_with_what_to_do(kind: str, more: dict[str, Any], message: str):
+    with pytest.raises(ProblemError, match=message) as raised:
         rope(kind, **more)
     assert "evict=" in str(raised.value)
 

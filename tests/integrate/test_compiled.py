@@ -19,7 +19,7 @@ LONG = pytest.mark.exhaustive
 def compiling(dynamic: bool | None = None) -> CompileConfig:
     """What makes `generate` compile the decode step on a CPU, too."""
     options = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=dynamic, mode=None)  # type: ignore[arg-type]
-    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone, unless told
+    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone by default
     return options
 
 

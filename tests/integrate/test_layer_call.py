@@ -140,7 +140,7 @@ def test_layers_under_two_masks_keep_their_own() -> None:
     assert not torch.equal(run(t, sliding), run(t, full))
 
 
-def test_a_later_layer_with_more_words_is_another_call() -> None:
+def test_a_later_layer_with_more_arguments_is_another_call() -> None:
     q, _, v = t = tensors()
     mask = known(t)
     sink, bias = torch.randn(6), torch.randn(1, 6, 5, KEYS)

@@ -237,34 +237,34 @@ def config_with(**rope: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_a_rotation_becomes_its_word(kind):
-    said, word = ROTATIONS[kind]
-    assert rope_of(config_with(rope_type=kind, **said)) == word
+    parameters, word = ROTATIONS[kind]
+    assert rope_of(config_with(rope_type=kind, **parameters)) == word
 
 
 @pytest.mark.parametrize(
-    "said",
-    [{"rope_type": kind} | said for kind, (said, _) in ROTATIONS.items() if kind != "default"]
+    "parameters",
+    [{"rope_type": kind} | parameters for kind, (parameters, _) in ROTATIONS.items() if kind != "default"]
     + [{"rope_type": "yarn"} | ROTATIONS["yarn"][0] | more for more in YARNS],
 )
 @pytest.mark.parametrize("tokens", [31, 97])
-def test_the_word_has_the_frequencies_and_the_factor_of_transformers(said, tokens):
-    config = config_with(**said)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[said["rope_type"]](config, seq_len=tokens)
+def test_the_rope_has_the_frequencies_and_the_factor_of_transformers(parameters, tokens):
+    config = config_with(**parameters)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=tokens)
     rope = rope_of(config)
     torch.testing.assert_close(rope.frequencies(tokens).float(), frequencies, rtol=1e-5, atol=1e-8)
     assert rope.attention_factor(tokens) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("parameters", "why"),
     [
         ({"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 1.0}}, "expected one rotation"),
         ({"rope_theta": 500.0, "rope_type": "spiral"}, "rope_type 'spiral' is not known"),
     ],
 )
-def test_a_rotation_without_a_word_is_refused(said, why):
+def test_a_rotation_that_no_rope_has_is_refused(parameters, why):
     config = config_with()
-    config.rope_parameters = said
+    config.rope_parameters = parameters
     with pytest.raises(ProblemError, match=why):
         rope_of(config)
 

@@ -240,12 +240,12 @@ def test_a_text_may_come_in_pieces(name: str, cache: Any):
     room: dict[str, Any] = {"max_cache_len": 32} if cache is StaticCache else {}
 
     def run(m: Any) -> Tensor:
-        past, start, said = cache(config=m.config, **room), 0, []
+        past, start, pieces = cache(config=m.config, **room), 0, []
         for end in (9, 10, 16, 17, 21):
             piece = {"attention_mask": mask[:, :end], **with_cache(past), "use_cache": True}
-            said.append(m(ids[:, start:end], **piece).logits)
+            pieces.append(m(ids[:, start:end], **piece).logits)
             start = end
-        return torch.cat(said, dim=1)[mask.bool()]
+        return torch.cat(pieces, dim=1)[mask.bool()]
 
     with torch.no_grad():
         eager, ours = both(name, run)
@@ -322,11 +322,11 @@ def test_a_compiled_model_is_one_graph(name: str):
     assert close(ours[mask.bool()], plain[mask.bool()])
 
 
-# ---- what it is told ------------------------------------------------------------------------------------------------
+# ---- what it is given -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("llama", ["Causal()"] * 2),
         ("mistral", ["Causal() & Window(left=5)"] * 2),
@@ -336,20 +336,20 @@ def test_a_compiled_model_is_one_graph(name: str):
         ("modernbert", ["None", "Window(left=4, right=4)"]),
     ],
 )
-def test_masks_arrive_in_words(name: str, said: list[str]):
-    assert [repr(call.mask) for call in calls_of(name, tokens())] == said
+def test_masks_arrive_in_words(name: str, expected: list[str]):
+    assert [repr(call.mask) for call in calls_of(name, tokens())] == expected
 
 
 @pytest.mark.parametrize(
-    ("side", "said"),
+    ("side", "expected"),
     [
         ("left", "Causal() & ~KeyLengths(lengths=int64[2])"),
         ("right", "Causal() & KeyLengths(lengths=int64[2])"),
         ("hole", "Causal() & TensorMask(mask=bool[2, 1, 1, 13], offset=0)"),
     ],
 )
-def test_padding_arrives_in_words(side: str, said: str):
-    assert {repr(call.mask) for call in calls_of("llama", tokens(), attention_mask=padding(side))} == {said}
+def test_padding_arrives_in_words(side: str, expected: str):
+    assert {repr(call.mask) for call in calls_of("llama", tokens(), attention_mask=padding(side))} == {expected}
 
 
 def test_packed_documents_arrive_in_words():
@@ -425,8 +425,8 @@ def test_the_name_is_refused_where_a_model_that_attends_by_itself_makes_a_mask(n
     register()
     made = type(model(name))._from_config(copy.deepcopy(model(name).config), attn_implementation="regard")
     for run in (made, torch.compile(made, backend="eager")):
-        said = r'"regard" with \w+Config: models of this kind compute attention'
-        with torch.no_grad(), pytest.raises(ProblemError, match=said):
+        message = r'"regard" with \w+Config: models of this kind compute attention'
+        with torch.no_grad(), pytest.raises(ProblemError, match=message):
             run(tokens())
 
 

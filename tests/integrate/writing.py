@@ -21,8 +21,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def written(m: Any, ids: Tensor, cache: Any, **options: Any) -> tuple[list[list[int]], Tensor]:
     """(tokens, logits [steps, rows, vocabulary]) that a model writes, always as many."""
     torch.manual_seed(5)
-    said = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    made = m.generate(ids, **with_cache(cache), output_logits=True, return_dict_in_generate=True, **said)
+    settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    made = m.generate(ids, **with_cache(cache), output_logits=True, return_dict_in_generate=True, **settings)
     return made.sequences.tolist(), torch.stack(made.logits)
 
 

@@ -25,11 +25,11 @@ def test_the_page_says_what_was_measured(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("ours", "said"), [((1.0, 1.0), "2,000"), ((0.1, 0.1), "below 1,024"), ((9.0, 9.0), "above 4,096")]
+    ("ours", "message"), [((1.0, 1.0), "2,000"), ((0.1, 0.1), "below 1,024"), ((9.0, 9.0), "above 4,096")]
 )
-def test_the_crossing_lies_where_both_take_as_long(ours: tuple[float, float], said: str):
+def test_the_crossing_lies_where_both_take_as_long(ours: tuple[float, float], message: str):
     exact = {1024: 0.25, 4096: 4.0}  # 1 second at 2,048
-    assert linear.crossing(dict(zip(exact, ours, strict=True)), exact) == said
+    assert linear.crossing(dict(zip(exact, ours, strict=True)), exact) == message
 
 
 def test_the_picture_has_a_line_and_a_name_for_each_kind():

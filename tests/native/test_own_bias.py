@@ -96,10 +96,10 @@ def test_one_of_another_shape_is_refused():
 
 def test_the_plan_says_that_it_is_computed_for_every_pair():
     rate = torch.tensor([1.0, -2.0, 3.0])
-    said = "Every is computed for every query and key, as it has no per_distance"
-    assert [str(s) for s in explain(Q, K, V, bias=Every(rate), backend=ALL[0]).steps] == [f"add_biases: {said}"]
+    message = "Every is computed for every query and key, as it has no per_distance"
+    assert [str(s) for s in explain(Q, K, V, bias=Every(rate), backend=ALL[0]).steps] == [f"add_biases: {message}"]
     plan = explain(Q, K, V, bias=Alibi(3) + Every(rate) + TensorBias(torch.randn(11)), backend=ALL[0])
-    assert [str(s) for s in plan.steps] == [f"add_biases: {said}; the 2 tensors of the bias are added into one"]
+    assert [str(s) for s in plan.steps] == [f"add_biases: {message}; the 2 tensors of the bias are added into one"]
     assert explain(Q, K, V, bias=Alibi(3), backend=ALL[0]).steps == ()
 
 

@@ -305,13 +305,13 @@ def test_masks_count_keys_inside_a_rolling_cache():
 
 
 @pytest.mark.parametrize(
-    ("position", "told"),
+    ("position", "rope"),
     [(Rope(8), Rope(8)), (None, None), (Rope(8, scaling=DynamicNTK(2.0, 64)), None), (Mirrored(8), None)],
     ids=["a rope", "none", "one that changes with the length", "one that rotates in its own way"],
 )
-def test_expected_attention_is_told_the_rotation(position: Rope | None, told: Rope | None):
+def test_expected_attention_is_given_the_rotation(position: Rope | None, rope: Rope | None):
     made = model(position=position)
     caches = made.caches(evict=ExpectedAttention(31))
-    assert all(pair.own.evict == ExpectedAttention(31, rope=told) for pair in caches)
+    assert all(pair.own.evict == ExpectedAttention(31, rope=rope) for pair in caches)
     made.generate(torch.randint(29, (BATCH, 23)), 20, caches=caches)
     assert all(pair.own.tokens <= 32 for pair in caches)

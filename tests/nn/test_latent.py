@@ -244,9 +244,9 @@ def test_the_operations_it_tells_are_those_that_torch_counts(kind, queries, stor
         for part in (module.q_proj, module.q_down, module.q_up, module.kv_down, module.k_rope, module.o_proj)
         if part is not None
     )  # fmt: skip
-    told = module.flops(queries, queries + stored)
-    assert measured(module, queries, stored, absorbed=False) == shared + told.expanded
-    assert measured(module, queries, stored, absorbed=True) == shared + told.absorbed
+    flops = module.flops(queries, queries + stored)
+    assert measured(module, queries, stored, absorbed=False) == shared + flops.expanded
+    assert measured(module, queries, stored, absorbed=True) == shared + flops.absorbed
 
 
 def test_the_form_with_fewer_operations_is_taken():
@@ -261,9 +261,9 @@ def test_a_step_of_deepseek_v3_takes_a_hundredth_when_absorbed():
     with torch.device("meta"):
         module = LatentAttention(7168, 128, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
     up, pairs = 2 * 512 * 128 * 256, 2 * 128
-    told = module.flops(1, 4096)
-    assert told == (4096 * (up + pairs * 320), up + 4096 * pairs * 1088)
-    assert told.expanded / told.absorbed == pytest.approx(117, abs=0.5)
+    flops = module.flops(1, 4096)
+    assert flops == (4096 * (up + pairs * 320), up + 4096 * pairs * 1088)
+    assert flops.expanded / flops.absorbed == pytest.approx(117, abs=0.5)
 
 
 # ---- torch ----------------------------------------------------------------------------------------------------------
@@ -368,24 +368,24 @@ def test_each_head_turns_by_its_own_pairs_and_query_heads_follow_their_key_head(
 
 
 @pytest.mark.parametrize(
-    ("pairs", "said"),
+    ("pairs", "message"),
     [((), "the same number of pairs"), (((0,), (1, 2)), "the same number"), (((0, 0),), "different pairs from 0 to 3"),
      (((4,),), "different pairs from 0 to 3"), (((-1,),), "different pairs")],
 )  # fmt: skip
-def test_pairs_that_are_not_there_are_refused(pairs, said):
-    with pytest.raises(ProblemError, match=said):
+def test_pairs_that_are_not_there_are_refused(pairs, message):
+    with pytest.raises(ProblemError, match=message):
         RopePairs(Rope(8), pairs)
 
 
 def test_pairs_refuse_heads_that_they_were_not_chosen_for():
     with pytest.raises(ProblemError, match=r"expected \[batch, heads, tokens, 4\], heads a multiple of 2"):
         RopePairs(Rope(8), ((0, 1), (1, 2))).rotate(torch.zeros(1, 3, 5, 4))
-    for wrong, said in (
+    for wrong, message in (
         (torch.zeros(4), r"x has shape \[4\]"),
         (torch.ones(1, 2, 5, 4, dtype=torch.int32), "x is torch.int32: expected float64"),
         ([1.0], "x is list: expected a tensor"),
     ):
-        with pytest.raises(ProblemError, match=said):
+        with pytest.raises(ProblemError, match=message):
             RopePairs(Rope(8), ((0, 1), (1, 2))).rotate(wrong)
 
 
@@ -442,7 +442,7 @@ def test_where_weights_do_not_say_the_output_the_expanded_form_is_taken(name, ch
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"kv_rank": 0}, "kv_rank is 0: expected at least 1 dimensions"),
         ({"q_rank": 0}, "q_rank is 0: expected at least 1 dimensions"),
@@ -457,8 +457,8 @@ def test_where_weights_do_not_say_the_output_the_expanded_form_is_taken(name, ch
         ({"mask": "causal"}, "mask"),
     ],
 )
-def test_sizes_and_words_that_do_not_fit_are_refused(more, said):
-    with pytest.raises(ProblemError, match=said):
+def test_sizes_and_arguments_that_do_not_fit_are_refused(more, message):
+    with pytest.raises(ProblemError, match=message):
         LatentAttention(31, 6, **SIZES | more)
 
 
@@ -476,7 +476,7 @@ def test_calls_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("scaling", [DynamicNTK(4.0, 8), LongRope((1.0, 2.0), (3.0, 4.0), 8)])
-def test_positions_said_one_by_one_or_by_the_first_are_the_same(scaling: object):
+def test_positions_given_one_by_one_or_by_the_first_are_the_same(scaling: object):
     module = LatentAttention(
         32, 4, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, position=Rope(4, scaling=scaling, interleaved=True)
     )

@@ -199,7 +199,7 @@ def test_rotation_makes_scores_depend_on_distances_alone():
     assert not torch.allclose(module(x, positions=3 * torch.arange(7)), module(x), atol=1e-4)
 
 
-def test_a_scaling_is_told_how_long_the_sequence_is():
+def test_a_scaling_is_given_the_length_of_the_sequence():
     """By the positions where they are given, with a cache by all that it holds, with a context by the longer one."""
     rope, x, context = Rope(4, scaling=DynamicNTK(2.0, original=3)), torch.randn(1, 7, WIDTH), torch.randn(1, 11, WIDTH)
     module, calls = MultiHeadAttention(WIDTH, 3, head_dim=4, position=rope), []
@@ -383,7 +383,7 @@ def test_it_shows_what_it_is():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"heads": 5}, r"d_model=24.*heads=5.*head_dim="),
         ({"kv_heads": 4}, r"heads=6, kv_heads=4.*whole multiple"),
@@ -403,8 +403,8 @@ def test_it_shows_what_it_is():
         ({"softcap": -1.0}, r"softcap is -1\.0"),
     ],
 )
-def test_a_module_that_makes_no_sense_is_not_made(words: dict[str, Any], said: str):
-    with pytest.raises(ProblemError, match=said):
+def test_a_module_that_makes_no_sense_is_not_made(words: dict[str, Any], message: str):
+    with pytest.raises(ProblemError, match=message):
         MultiHeadAttention(**({"d_model": 24, "heads": 6} | words))
 
 
@@ -412,12 +412,12 @@ def test_a_call_that_makes_no_sense_is_named():
     module, cross, x = MultiHeadAttention(24, 6), MultiHeadAttention(24, 6, context_dim=5), torch.randn(2, 7, 24)
     with pytest.raises(ProblemError, match=r"x has shape \[7, 24\].*\[batch, tokens, 24\]"):
         module(x[0])
-    for wrong, words, said in (
+    for wrong, words, message in (
         (3, {}, r"x is int: expected a tensor \[batch, tokens, 24\]"),
         (x, {"context": [1.0]}, r"context is list: expected a tensor \[batch, context_tokens, 24\]"),
         (x, {"cache": 3}, "cache is 3: expected a regard.cache.KVCache, or None"),
     ):
-        with pytest.raises(ProblemError, match=said):
+        with pytest.raises(ProblemError, match=message):
             module(wrong, **words)
     with pytest.raises(ProblemError, match=r"need a context of width 5: pass context"):
         cross(x)
@@ -444,7 +444,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
         assert torch.equal(module(x, cache=cache), expected)
 
 
-def test_a_bias_of_projections_is_told_from_one_of_scores():
+def test_a_bias_of_projections_is_distinguished_from_one_of_scores():
     with pytest.raises(ProblemError, match="projections have biases by qkv_bias= and out_bias="):
         MultiHeadAttention(32, 4, bias=True)
 

@@ -124,7 +124,7 @@ def test_weights_keep_their_type_and_are_rounded_once(dtype):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "how", "said"),
+    ("kv_heads", "how", "message"),
     [
         (4, "mean", "6 key heads do not divide into 4 groups of one size: expected one of 1, 2, 3, 6"),
         (12, "mean", "kv_heads=12: the module has 6 key heads"),
@@ -134,8 +134,8 @@ def test_weights_keep_their_type_and_are_rounded_once(dtype):
         (2, "median", "how='median': expected 'mean', 'first' or 'random'"),
     ],
 )
-def test_heads_that_cannot_be_shared_are_refused(kv_heads, how, said):
-    with pytest.raises(ProblemError, match=said):
+def test_heads_that_cannot_be_shared_are_refused(kv_heads, how, message):
+    with pytest.raises(ProblemError, match=message):
         share_heads(made(), kv_heads, how)
 
 

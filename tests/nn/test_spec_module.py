@@ -44,13 +44,13 @@ def test_what_requires_gradients_is_a_parameter_and_the_rest_a_buffer():
     assert next(SpecModule(T5Bias(leaf)).parameters()).data_ptr() == leaf.data_ptr()
 
 
-def test_a_word_without_tensors_is_handed_back():
+def test_a_spec_without_tensors_is_returned_as_it_is():
     word = Causal()
     assert SpecModule(word).spec is word
     assert list(SpecModule(Alibi(3)).state_dict()) == []
 
 
-def test_the_word_is_made_of_the_tensors_of_now():
+def test_the_spec_is_made_of_the_present_tensors():
     module = Scores(trained(32, 3))
     assert module.bias.spec.table.dtype == torch.float32
     module.to(torch.float64)
@@ -105,7 +105,7 @@ def test_a_state_dict_brings_the_table():
     assert torch.equal(one(q), other(q))
 
 
-def test_a_held_table_learns():
+def test_a_table_in_a_module_learns():
     """Towards a table that the scores were made with; the same again after deepcopy and .to(float64)."""
     q, truth = torch.randn(1, 3, 13, 8), Scores(trained(32, 3))
     goal = truth(q).detach()
@@ -130,7 +130,7 @@ def test_layers_can_share_one():
     assert both[0].bias is both[1].bias
 
 
-def test_a_tensor_that_stands_twice_is_held_once():
+def test_a_tensor_that_occurs_twice_is_kept_once():
     ids, table = torch.tensor([0, 0, 1]), trained(32, 3)
     assert list(SpecModule(Documents(ids) | ~Documents(ids)).state_dict()) == ["a_ids"]
     one, other = SpecModule(T5Bias(table) + T5Bias(table)).spec.terms()
@@ -153,7 +153,7 @@ class Rates(Bias):
 
 
 @pytest.mark.parametrize("pair", [lambda *rates: rates, Two], ids=["tuple", "NamedTuple"])
-def test_the_tensors_of_a_tuple_are_held_by_their_place(pair: Any):
+def test_the_tensors_of_a_tuple_are_named_by_their_place(pair: Any):
     near, far = trained(3), trained(3)
     held = SpecModule(Rates(pair(near, far), scale=0.5))
     assert dict(held.named_parameters()) == {"rates_0": near, "rates_1": far}
@@ -163,7 +163,7 @@ def test_the_tensors_of_a_tuple_are_held_by_their_place(pair: Any):
     assert held.to(torch.float64).spec.rates[1].dtype == torch.float64
 
 
-def test_a_held_tuple_with_a_field_by_name_is_traced_whole_and_learns():
+def test_a_tuple_with_a_field_by_name_is_traced_whole_and_learns():
     held, q = SpecModule(Rates((trained(3), trained(3)), scale=0.5)), torch.randn(1, 3, 7, 8)
 
     def run(q: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,7 @@ def test_what_is_trained_is_trained_afterwards_and_nothing_else(trained: str):
 
 
 @pytest.mark.parametrize(
-    ("more", "asked", "said"),
+    ("more", "asked", "message"),
     [
         ({"qk_norm": True}, {}, "the module has qk_norm="),
         ({"gate": True}, {}, "the module has gate="),
@@ -237,8 +237,8 @@ def test_what_is_trained_is_trained_afterwards_and_nothing_else(trained: str):
         ({}, {"inputs": torch.zeros(3, 47)}, r"inputs have shape \[3, 47\]: expected \[tokens, 48\]"),
     ],
 )
-def test_what_has_no_place_in_latent_attention_is_refused(more, asked, said):
-    with pytest.raises(ProblemError, match=said):
+def test_what_has_no_place_in_latent_attention_is_refused(more, asked, message):
+    with pytest.raises(ProblemError, match=message):
         to_latent(made(**more), **{"kv_rank": 8} | asked)
 
 

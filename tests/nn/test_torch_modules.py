@@ -136,16 +136,16 @@ def test_masks_of_other_shapes_are_named():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [({"add_bias_kv": True}, r"add_bias_kv=True: a learned key"), ({"kdim": 11, "vdim": 13}, r"kdim=11 and vdim=13")],
 )
-def test_what_is_unknown_here_is_refused(words: dict[str, Any], said: str):
-    with pytest.raises(RefusalError, match=said):
+def test_what_is_unknown_here_is_refused(words: dict[str, Any], message: str):
+    with pytest.raises(RefusalError, match=message):
         from_torch(theirs_of(**words))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"kv_heads": 1}, "kv_heads=1"),
         ({"head_dim": 4}, "head_dim=4.* 5 wide"),
@@ -158,8 +158,8 @@ def test_what_is_unknown_here_is_refused(words: dict[str, Any], said: str):
         ({"sink": True}, "sink=True"),
     ],
 )
-def test_what_torch_cannot_do_is_refused(words: dict[str, Any], said: str):
-    with pytest.raises(RefusalError, match=said):
+def test_what_torch_cannot_do_is_refused(words: dict[str, Any], message: str):
+    with pytest.raises(RefusalError, match=message):
         to_torch(MultiHeadAttention(WIDTH, HEADS, **words))
 
 

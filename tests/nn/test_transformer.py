@@ -229,7 +229,7 @@ def test_what_is_no_position_is_not_passed_over():
         Decoder(VOCABULARY, WIDTH, 1, HEADS, position=Window(3))
 
 
-def test_what_an_attention_was_given_beforehand_stays_where_nothing_else_is_said():
+def test_what_an_attention_was_given_beforehand_stays_by_default():
     grouped = partial(MultiHeadAttention, kv_heads=2, gate=True)
     model = Decoder(19, 32, 2, 4, context_dim=24, attention=grouped)
     blocks: Any = model.body.blocks
@@ -283,7 +283,7 @@ def test_tokens_that_are_none_are_refused(tokens: Tensor):
 
 def test_generation_that_makes_no_sense_is_refused():
     model, prompt = Decoder(19, 32, 1, 4), torch.zeros(1, 3, dtype=torch.int64)
-    for tokens, count, temperature, said in (
+    for tokens, count, temperature, message in (
         ([1, 2], 3, 0.0, r"tokens is list: expected a tensor of ints \[batch, tokens\]"),
         (prompt[:, :0], 3, 0.0, "a prompt of at least one token"),
         (prompt, -1, 0.0, "count is -1: expected at least 0"),
@@ -295,7 +295,7 @@ def test_generation_that_makes_no_sense_is_refused():
         (prompt, 3, 10**400, "temperature is of class int and has no value as a float"),
         (prompt, 3, torch.ones(2), "temperature is of class Tensor"),
     ):
-        with pytest.raises(ProblemError, match=said):
+        with pytest.raises(ProblemError, match=message):
             model.generate(tokens, count, temperature=temperature)
 
 
@@ -318,7 +318,7 @@ def test_a_temperature_near_0_takes_the_most_probable_token(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"layers": -1}, "layers is -1: expected at least 0 blocks"),
         ({"layers": 2.0}, "layers is 2.0: expected a whole number of blocks"),
@@ -332,18 +332,18 @@ def test_a_temperature_near_0_takes_the_most_probable_token(dtype: torch.dtype):
         ({"d_model": 32.0}, "d_model is 32.0: expected a whole number of dimensions"),
     ],
 )
-def test_a_model_that_makes_no_sense_is_not_made(words: dict[str, Any], said: str):
-    with pytest.raises(ProblemError, match=said):
+def test_a_model_that_makes_no_sense_is_not_made(words: dict[str, Any], message: str):
+    with pytest.raises(ProblemError, match=message):
         Decoder(**{"vocabulary": 19, "d_model": 32, "layers": 1, "heads": 4} | words)
 
 
 def test_caches_belong_to_the_blocks():
     model, tokens = Decoder(19, 32, 2, 4), torch.zeros(1, 3, dtype=torch.int64)
-    for caches, said in (
+    for caches, message in (
         (model.caches()[:1], "caches has length 1: expected a Caches for each of the 2 blocks"),
         ([KVCache(), KVCache()], "caches has a KVCache: expected a Caches for each of the 2 blocks"),
     ):
-        with torch.no_grad(), pytest.raises(ProblemError, match=said):
+        with torch.no_grad(), pytest.raises(ProblemError, match=message):
             model(tokens, caches=caches)
 
 

@@ -79,8 +79,8 @@ class PerHead(Mask):
 
 @pytest.mark.parametrize("mask", [PerHead(20), MaskFunction(lambda b, h, q, k: (q >= k) & (q - k < 20 * (h + 1)))])
 def test_a_mask_that_differs_between_heads_without_saying_so_is_counted_in_each(mask: Mask) -> None:
-    layout, said = Layout.zigzag(TOKENS, 3), [Causal() & Window(20 * (h + 1)) for h in range(4)]
-    pairs = [rank_pairs(pair_counts(each, TOKENS), layout) for each in said]
+    layout, masks = Layout.zigzag(TOKENS, 3), [Causal() & Window(20 * (h + 1)) for h in range(4)]
+    pairs = [rank_pairs(pair_counts(each, TOKENS), layout) for each in masks]
     assert rank_pairs(pair_counts(mask, TOKENS, batch=2, heads=4), layout).tolist() == np.sum(pairs, axis=0).tolist()
     both = mask & KeyLengths(torch.tensor([TOKENS, TOKENS, 0]))  # which knows its 3 rows by itself
     assert rank_pairs(pair_counts(both, TOKENS, heads=4), layout).tolist() == (2 * np.sum(pairs, axis=0)).tolist()
@@ -201,7 +201,7 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Layout.contiguous(8.0, 2), "8.0 tokens in 2 parts: expected whole numbers"),  # pyright: ignore[reportArgumentType]
         (lambda: Layout.zigzag(8, True), "8 tokens in True parts: expected whole numbers"),
@@ -227,8 +227,8 @@ def test_a_tensor_of_another_length_is_an_error() -> None:
         (lambda: Layout.balanced(8, 2, 3), "mask is 3: expected a regard Mask, a regard.cost.Pattern, or None"),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_what_makes_no_layout_is_an_error(make: Any, said: str) -> None:
-    with pytest.raises(ProblemError, match=said):
+def test_what_makes_no_layout_is_an_error(make: Any, message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
         make()
 
 

@@ -87,7 +87,9 @@ def test_a_lost_rank_is_named_again_by_the_next_call(three: Workers):
         ({"layout": Layout.striped(N, 3)}, "layouts"),
     ],
 )
-def test_ranks_that_call_with_other_arguments_are_told_on_every_rank(trio: Workers, change: dict[str, Any], text: str):
+def test_ranks_that_call_with_other_arguments_are_reported_on_every_rank(
+    trio: Workers, change: dict[str, Any], text: str
+):
     more = {**some(1), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": TIMEOUT, "scale": 0.3}
     found = trio.failing(cases.ring_with, {}, change={2: change}, **more)
     for error, seconds in found:
@@ -105,7 +107,7 @@ def test_ranks_that_call_with_other_arguments_are_told_on_every_rank(trio: Worke
         ({"backend": "reference"}, "backend reference"),
     ],
 )
-def test_ranks_that_decode_with_other_arguments_are_told_on_every_rank(
+def test_ranks_that_decode_with_other_arguments_are_reported_on_every_rank(
     trio: Workers, change: dict[str, Any], text: str
 ):
     more = {**some(), "layout": Layout.zigzag(N, 3), "mask": KeyLengths(torch.tensor([50, 50])), "timeout": TIMEOUT}
@@ -117,7 +119,7 @@ def test_ranks_that_decode_with_other_arguments_are_told_on_every_rank(
         assert seconds < TIMEOUT
 
 
-def test_ranks_whose_caches_have_other_blocks_are_told_on_every_rank(trio: Workers):
+def test_ranks_whose_caches_have_other_blocks_are_reported_on_every_rank(trio: Workers):
     tensors = some()
     del tensors["dout"]
     for error, seconds in trio.failing(cases.decode_from_other_caches, {}, **tensors, timeout=TIMEOUT):
@@ -126,7 +128,7 @@ def test_ranks_whose_caches_have_other_blocks_are_told_on_every_rank(trio: Worke
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_decode_another_step_of_a_form_that_they_know_are_told(three: Workers):
+def test_ranks_that_decode_another_step_of_a_form_that_they_know_are_reported(three: Workers):
     words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": cases.decode}
     del words["dout"]
     three.run(cases.ring_with, change={}, **words)
@@ -156,7 +158,7 @@ OTHER: dict[str, dict[str, Any]] = {
     ],
 )
 @pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_ranks_that_call_in_different_forms_that_were_seen_before_are_told(
+def test_ranks_that_call_in_different_forms_that_were_seen_before_are_reported(
     three: Workers, run: Any, change: str, is_new: bool
 ):
     """Whether the other form is new to all or known to all: no message of one call is taken for one of the other."""
@@ -177,7 +179,7 @@ def assert_tells_calls_apart(error: Any) -> None:
 
 
 @pytest.mark.parametrize("is_known", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_ranks_that_call_different_functions_are_told(three: Workers, is_known: bool):
+def test_ranks_that_call_different_functions_are_reported(three: Workers, is_known: bool):
     words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal()}
     if is_known:
         three.run(cases.ulysses, **words)
@@ -191,7 +193,7 @@ def test_ranks_that_call_different_functions_are_told(three: Workers, is_known: 
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_name_different_backends_are_told(three: Workers):
+def test_ranks_that_name_different_backends_are_reported(three: Workers):
     """The form with one backend is new to rank 2 alone."""
     words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": 2.0}
     for error, seconds in three.failing(cases.ring_with, {}, change={2: {"backend": "reference"}}, **words):
@@ -208,7 +210,7 @@ def test_a_rank_that_comes_late_to_a_new_form_is_named(three: Workers):
 
 
 @pytest.mark.parametrize("run", [cases.ring, pytest.param(cases.ulysses, marks=pytest.mark.exhaustive)])
-def test_a_wrong_argument_in_a_form_that_the_others_know_is_told_on_every_rank(three: Workers, run: Any):
+def test_a_wrong_argument_in_a_form_that_the_others_know_is_reported_on_every_rank(three: Workers, run: Any):
     words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": run}
     three.run(cases.ring_with, change={}, **words)
     for error, _ in three.failing(cases.ring_with, {}, change={1: {"k": words["k"][..., :4]}}, timeout=2.0, **words):
@@ -216,7 +218,7 @@ def test_a_wrong_argument_in_a_form_that_the_others_know_is_told_on_every_rank(t
         assert "q has 16 dimensions and k 4" in str(error)
 
 
-def test_a_wrong_argument_on_one_rank_is_told_on_every_rank(trio: Workers):
+def test_a_wrong_argument_on_one_rank_is_reported_on_every_rank(trio: Workers):
     change = {1: {"layout": Layout.of_counts([N, 0, 0])}}
     more = {**some(1), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": TIMEOUT, "scale": 0.3}
     found = trio.failing(cases.ring_with, {}, change=change, shards=Layout.zigzag(N, 3), **more)

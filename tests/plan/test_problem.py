@@ -1,4 +1,4 @@
-"""Posing: what makes no sense is said in the user's words before anything is computed."""
+"""Posing: what makes no sense is refused in the user's words before anything is computed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_said_in_the_users_words(name: str):
+def test_what_makes_no_sense_is_refused_in_the_users_words(name: str):
     tensors, words, says = WRONG[name]
     with pytest.raises(ProblemError, match=says):
         attend(*tensors, **words)

@@ -130,7 +130,7 @@ def test_what_is_finite_is_read_finite_and_near(least: float, codec: Codec, dtyp
 
 
 @pytest.mark.parametrize(
-    "said",
+    "arguments",
     [
         {"group": 8},
         {"group": 24},
@@ -142,9 +142,9 @@ def test_what_is_finite_is_read_finite_and_near(least: float, codec: Codec, dtyp
     ],
     ids=str,
 )
-def test_codecs_that_make_no_sense_are_refused(said: dict[str, object]) -> None:
+def test_codecs_that_make_no_sense_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ProblemError, match="expected"):
-        Int4(**said)  # pyright: ignore[reportArgumentType]
+        Int4(**arguments)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_rotation_spreads_a_large_channel() -> None:

@@ -26,7 +26,7 @@ def is_real(leaf: object) -> bool:
 
 
 def small_tiles(monkeypatch):
-    """Let weights pass in tiles of 1,024, wherever their size is said."""
+    """Let weights pass in tiles of 1,024, wherever their size is set."""
     for name in [name for name in sys.modules if name.startswith("regard.inspect.")]:
         for size, value in {"TILE": 1024, "CHUNK": 16}.items():
             if isinstance(getattr(sys.modules[name], size, None), int):

@@ -218,7 +218,7 @@ def test_work_that_is_left_leaves_the_model_as_it_was():
 
 
 @pytest.mark.parametrize("by", ["mean", None, 0.0])
-def test_what_is_no_replacement_is_said_at_once(by):
+def test_what_is_no_replacement_is_refused_at_once(by):
     with pytest.raises(ProblemError, match="expected 'zero', mean_outputs"):
         ablation_effects(None, [texts()], torch.ones_like, by=by)
     with pytest.raises(ProblemError, match="expected 'zero', mean_outputs"), ablated(None, [], by):

@@ -60,14 +60,14 @@ def test_the_same_seed_finds_the_same():
 
 def test_the_caveat_comes_with_the_result():
     model, ids = decoder(), texts()
-    said = str(adversary(model, lambda: model(ids)[:, -1], [(1, 2), (1, 3)], steps=1, starts=1))
-    assert "1.2 + 1.3" in said
-    assert "Attention weights are not importance" in said
-    assert "Wiegreffe & Pinter" in said
+    message = str(adversary(model, lambda: model(ids)[:, -1], [(1, 2), (1, 3)], steps=1, starts=1))
+    assert "1.2 + 1.3" in message
+    assert "Attention weights are not importance" in message
+    assert "Wiegreffe & Pinter" in message
 
 
 @pytest.mark.parametrize("given", [{"epsilon": 0.0}, {"steps": 0}, {"starts": 0}])
-def test_what_makes_no_search_is_said(given):
+def test_what_makes_no_search_is_refused(given):
     with pytest.raises(ProblemError, match="expected 0 < epsilon"):
         adversary(None, lambda: torch.ones(1, 2), [(0, 0)], **given)
 
@@ -83,13 +83,13 @@ def test_weights_are_in_the_order_of_the_heads():
         assert torch.allclose(own[:, :, 0, :-1], call.weights.dense()[:, heads, -1])
 
 
-def test_a_prediction_without_gradients_is_said():
+def test_a_prediction_without_gradients_is_reported():
     model, ids = decoder(), texts()
     predict = lambda: model(ids)[:, -1]  # noqa: E731
-    said = r"prediction has no gradients: let it run without torch\.no_grad, inference_mode and detach"
-    with pytest.raises(ProblemError, match=said), torch.inference_mode():
+    message = r"prediction has no gradients: let it run without torch\.no_grad, inference_mode and detach"
+    with pytest.raises(ProblemError, match=message), torch.inference_mode():
         adversary(model, predict, [(1, 2)], steps=1, starts=1)
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         adversary(model, lambda: predict().detach(), [(1, 2)], steps=1, starts=1)
 
 

@@ -103,12 +103,12 @@ def test_the_mean_of_a_batch_is_not_taken_for_the_losses_of_its_examples():
         slopes(model, texts(), lambda ids: loss64(model)(ids).mean())
 
 
-def test_losses_without_gradients_are_said():
+def test_losses_without_gradients_are_reported():
     model = decoder()
     with pytest.raises(ProblemError, match=r"without torch.no_grad"):
         slopes(model, texts(), lambda ids: loss64(model)(ids).detach())
 
 
-def test_no_attention_is_said():
+def test_no_attention_is_reported():
     with pytest.raises(ProblemError, match="no attention of regard's"):
         slopes(None, None, lambda batch: torch.ones(2, requires_grad=True))

@@ -73,7 +73,7 @@ def test_models_of_transformers_have_it():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_targets_that_are_no_number_per_sequence_are_said():
+def test_targets_that_are_no_number_per_sequence_are_reported():
     model, ids = decoder(), texts()
     with pytest.raises(ProblemError, match=r"target is \[5, 19\]: expected one scalar per sequence, \[5\]"):
         gradient_attention(model, lambda: model(ids)[:, -1], [-1])

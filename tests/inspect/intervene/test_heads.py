@@ -1,4 +1,4 @@
-"""Heads have names; what does not exist is said; a model is left as it was."""
+"""Heads have names; what does not exist is refused; a model is left as it was."""
 
 import numpy as np
 import pytest
@@ -34,8 +34,8 @@ def test_modules_that_share_a_number_are_named_by_their_path():
 def test_a_number_that_fits_several_modules_is_asked_back():
     model, ids = zoo.model("t5"), zoo.tokens()
     use_regard(model)
-    said = pytest.raises(ProblemError, match=r"number 0 fits several modules.*SelfAttention.*Name the module")
-    with said, edit_outputs(model, lambda site, call: None, [(0, 1)]):
+    message = pytest.raises(ProblemError, match=r"number 0 fits several modules.*SelfAttention.*Name the module")
+    with message, edit_outputs(model, lambda site, call: None, [(0, 1)]):
         model(ids, decoder_input_ids=ids)
 
 
@@ -49,7 +49,7 @@ def test_a_path_names_one_module_of_several():
 
 
 @pytest.mark.parametrize("name", [(0, 4), (1, -1)])
-def test_a_head_that_a_layer_does_not_have_is_said(name):
+def test_a_head_that_a_layer_does_not_have_is_reported(name):
     model = decoder()
     with (
         pytest.raises(ProblemError, match=rf"layer {name[0]} has 4 heads, 0 to 3"),
@@ -58,15 +58,15 @@ def test_a_head_that_a_layer_does_not_have_is_said(name):
         model(texts())
 
 
-def test_a_layer_that_never_attends_is_said():
+def test_a_layer_that_never_attends_is_reported():
     model = decoder()
-    said = pytest.raises(ProblemError, match="no layer 7 attended, only layers 0, 1")
-    with said, edit_outputs(model, lambda site, call: None, [(7, 0)]):
+    message = pytest.raises(ProblemError, match="no layer 7 attended, only layers 0, 1")
+    with message, edit_outputs(model, lambda site, call: None, [(7, 0)]):
         model(texts())
 
 
 @pytest.mark.parametrize("name", [3, "L0H1", (0,), (0, 1, 2), (0, 1.0), (None, 1), (0, True)])
-def test_what_is_no_name_is_said(name):
+def test_what_is_no_name_is_reported(name):
     with pytest.raises(ProblemError, match="names no head"), edit_outputs(None, lambda site, call: None, [name]):
         pass
 
@@ -80,7 +80,7 @@ def test_whatever_counts_as_an_integer_names_a_head(name):
     assert [type(part) for part in sites.named[0]] == [int, int]
 
 
-def test_what_is_no_list_of_names_is_said():
+def test_what_is_no_list_of_names_is_reported():
     with (
         pytest.raises(ProblemError, match="heads is 3: expected a list of names"),
         edit_outputs(None, lambda s, c: None, 3),
@@ -88,7 +88,7 @@ def test_what_is_no_list_of_names_is_said():
         pass
 
 
-def test_attention_that_is_not_regards_is_said():
+def test_attention_that_is_not_regards_is_reported():
     model = zoo.model("llama")
     model.set_attn_implementation("eager")
     with pytest.raises(ProblemError, match="none of its attention is regard's"):

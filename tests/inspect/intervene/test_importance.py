@@ -39,15 +39,15 @@ def test_within_layers_scores_have_norm_1():
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "said"),
+    ("reentrant", "message"),
     [
         (True, r"layer 0 ran without gradients: .* checkpointing \(use_reentrant=True\)"),
         (False, r"checkpointing runs layers again .*: switch it off first"),
     ],
 )
-def test_gradient_checkpointing_is_refused(reentrant, said):
+def test_gradient_checkpointing_is_refused(reentrant, message):
     model, x = Checkpointed(reentrant), stack_input().requires_grad_()
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         importance(model, [x], lambda x: model(x).sum((1, 2)))
 
 

@@ -86,11 +86,11 @@ def test_what_is_not_complete_in_time_is_refused_with_its_residual():
 
 def test_a_result_prints_its_residual_in_a_few_lines():
     model, ids = decoder(sharp=1), texts()
-    told = repr(integrated(model, [ids], next_token_loss(model)))
-    assert len(told) < 900
-    assert re.search(r"residual -?[\d.e-]+ \([\d.e-]+ % of the change\)", told)
-    assert "largest mean shares: (" in told
-    assert "evaluations" in told.splitlines()[0]
+    output = repr(integrated(model, [ids], next_token_loss(model)))
+    assert len(output) < 900
+    assert re.search(r"residual -?[\d.e-]+ \([\d.e-]+ % of the change\)", output)
+    assert "largest mean shares: (" in output
+    assert "evaluations" in output.splitlines()[0]
 
 
 def test_evaluations_are_counted_and_shown():
@@ -135,7 +135,7 @@ def test_a_tolerance_and_a_limit_there_must_be(asked):
         integrated(None, [None], torch.ones_like, **asked)
 
 
-def test_heads_that_do_not_exist_are_said():
+def test_heads_that_do_not_exist_are_refused():
     model = decoder(sharp=1)
     with pytest.raises(ProblemError, match="no layer 5 attended"):
         integrated(model, [texts()], next_token_loss(model), [(5, 0)])

@@ -38,18 +38,18 @@ def test_a_text_that_is_all_padding_but_one_token_has_no_loss():
 
 
 @pytest.mark.parametrize("given", [torch.ones(2, 3), torch.ones(2, dtype=torch.int64), 1.0])
-def test_what_is_no_loss_per_example_is_said(given):
+def test_what_is_no_loss_per_example_is_reported(given):
     with pytest.raises(ProblemError, match="expected the loss of each example"):
         of_examples(given)
 
 
 @pytest.mark.parametrize("given", [torch.ones(2, 3), {"input_ids": 1}, []])
-def test_what_is_no_list_of_batches_is_said(given):
+def test_what_is_no_list_of_batches_is_reported(given):
     with pytest.raises(ProblemError, match="batch"):
         all_of(given)
 
 
 @pytest.mark.parametrize("given", [[[1, 2]], {"ids": 1}])
-def test_what_is_no_batch_of_texts_is_said(given):
+def test_what_is_no_batch_of_texts_is_reported(given):
     with pytest.raises(ProblemError, match=r"a batch is a (list|dict): expected token ids"):
         next_token_loss(decoder())(given)

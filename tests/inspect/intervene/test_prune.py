@@ -52,14 +52,14 @@ def test_what_is_known_is_not_measured_again():
 
 def test_the_curve_as_text_shows_the_band_and_the_caveat():
     model = decoder()
-    said = str(prune_curve(model, [texts()], next_token_loss(model), ORDER, made_on=[texts()], at=(0, 1), draws=2))
-    assert "random orders (2)" in said
-    assert " to " in said
-    assert "no better than chance" in said
+    message = str(prune_curve(model, [texts()], next_token_loss(model), ORDER, made_on=[texts()], at=(0, 1), draws=2))
+    assert "random orders (2)" in message
+    assert " to " in message
+    assert "no better than chance" in message
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"order": [(0, 1), (0, 1)]}, r"names head \(0, 1\) twice"),
         ({"order": []}, "order is empty"),
@@ -69,10 +69,10 @@ def test_the_curve_as_text_shows_the_band_and_the_caveat():
         ({"draws": 0}, "at least 1 random order"),
     ],
 )
-def test_what_makes_no_curve_is_said(changed, said):
+def test_what_makes_no_curve_is_refused(changed, message):
     model = decoder()
     given = {"order": ORDER, "at": (0, 0.5)} | changed
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         prune_curve(model, [texts()], next_token_loss(model), given.pop("order"), **given)
 
 

@@ -239,7 +239,7 @@ def test_a_stack_of_attention_without_skips_is_measured_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
-def test_blocks_of_another_make_are_said_and_measured_as_they_are(name):
+def test_blocks_of_another_layout_are_reported_and_measured_as_they_are(name):
     model, ids = zoo.model(name), zoo.tokens()
     use_regard(model)
     words, hooks = {"decoder_input_ids": ids} if name == "t5" else {}, hooks_of(model)
@@ -274,7 +274,7 @@ def test_cross_attention_is_no_mlp():
 
 
 @pytest.mark.parametrize("variants", [[], ["without"], ["as it is", "without norms"]])
-def test_a_variant_that_there_is_not_is_said(variants):
+def test_a_variant_that_does_not_exist_is_refused(variants):
     with pytest.raises(ProblemError, match=r"variants is .*: expected some of 'as it is', 'without MLPs'"):
         rank_collapse(decoder(), lambda: None, variants=variants)
 

@@ -168,11 +168,11 @@ def test_padding_counts_as_position_where_a_cache_has_rows_of_its_own():
     assert all(torch.equal(row[b], first[pad[b] :]) for b in range(2))
 
 
-def test_a_text_longer_than_the_means_is_said():
+def test_a_text_longer_than_the_means_is_reported():
     model = decoder()
     mean = mean_outputs(model, [texts(tokens=7)], model, per_position=True)
-    said = pytest.raises(ProblemError, match="positions 0 to 10, and there are means of 7")
-    with said, ablated(model, [(1, 2)], mean):
+    refused = pytest.raises(ProblemError, match="positions 0 to 10, and there are means of 7")
+    with refused, ablated(model, [(1, 2)], mean):
         model(texts())
 
 

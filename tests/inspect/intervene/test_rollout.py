@@ -99,7 +99,7 @@ def test_recorded_calls_are_no_weights():
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([11], "row 11 does not exist"),
         ([-12], "row -12"),
@@ -112,6 +112,6 @@ def test_recorded_calls_are_no_weights():
         (None, "rows is None: expected a list"),
     ],
 )
-def test_rows_that_there_are_not_are_said(rows, said):
-    with pytest.raises(ProblemError, match=said):
+def test_rows_that_do_not_exist_are_refused(rows, message):
+    with pytest.raises(ProblemError, match=message):
         rollout(kept(Stack(), stack_input()), rows)

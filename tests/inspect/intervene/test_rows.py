@@ -77,7 +77,7 @@ def test_divergence_is_a_mean_of_two_relative_entropies():
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "said"),
+    ("heads", "rows", "message"),
     [
         ([], [-1], "at least one"),
         ([(0, 0)], [], "at least one"),
@@ -87,9 +87,9 @@ def test_divergence_is_a_mean_of_two_relative_entropies():
         ([(0, 0)], [4, -1, 10], r"rows \(4, -1, 10\) name row 10 of 11 twice"),
     ],
 )
-def test_what_there_is_not_is_said(heads, rows, said):
+def test_what_does_not_exist_is_reported(heads, rows, message):
     model, ids = decoder(), texts()
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         observe_rows(model, lambda: model(ids)[:, -1], heads, rows)
 
 

@@ -152,7 +152,7 @@ def test_cross_attention_is_named_by_its_path():
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"layer": 7}, "no layer 7 attended"),
         ({"layer": 1.5}, r"layer is 1\.5: expected its number from 0, or the path"),
@@ -166,9 +166,9 @@ def test_cross_attention_is_named_by_its_path():
         ({"module": "body.embedding"}, "'body.embedding' did not run after layer 0 attended"),
     ],
 )
-def test_what_there_is_not_is_said(changed, said):
+def test_what_does_not_exist_is_reported(changed, message):
     model, ids = decoder(), texts()
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         value_zeroing(model, lambda: model(ids), **{"layer": 0, "tokens": [0]} | changed)
 
 

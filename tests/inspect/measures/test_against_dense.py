@@ -195,7 +195,7 @@ def test_the_rarest_tokens_that_a_row_sees(call, weights, dense, sees, among):
     equal(found.chance, mean_over(sees, share.double()))
 
 
-def test_what_looks_ahead_is_told(call, weights, dense):
+def test_what_looks_ahead_is_reported(call, weights, dense):
     later = positions(call)[:, None] < torch.arange(call.k.shape[2])
     assert looks_ahead(weights) == bool((dense.keep & later).any())
 

@@ -1,4 +1,4 @@
-"""The induction circuit of two layers, built by hand: found as it is and shifted, told from a head that counts."""
+"""The induction circuit of two layers, built by hand: found as it is and shifted, and no head that counts."""
 
 import pytest
 import torch

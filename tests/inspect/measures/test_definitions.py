@@ -1,4 +1,4 @@
-"""Every measure says all that a report tells of it, gives finite scores, and is told apart by its key and its label."""
+"""Every measure says all that a report tells of it, gives finite scores, and has a key and a label of its own."""
 
 import torch
 

@@ -15,13 +15,13 @@ from regard.inspect.observing.layers import layer_number, track_layers
 class Attention(nn.Module):
     """Attends, as often as asked, and tells `place` where."""
 
-    def __init__(self, told, times=1):
+    def __init__(self, called, times=1):
         super().__init__()
-        self.told, self.times = told, times
+        self.called, self.times = called, times
 
     def forward(self, x):
         for _ in range(self.times):
-            self.told()
+            self.called()
         return x
 
 
@@ -120,7 +120,7 @@ def test_a_call_outside_of_the_model_is_in_no_layer():
 def test_another_thread_that_runs_the_model_meanwhile_changes_nothing():
     found, half_way, done = [], threading.Event(), threading.Event()
 
-    def told():
+    def called():
         if threading.current_thread() is other:
             half_way.set()
             assert done.wait(timeout=60)
@@ -130,7 +130,7 @@ def test_another_thread_that_runs_the_model_meanwhile_changes_nothing():
                 assert half_way.wait(timeout=60)
             found.append(here.next())
 
-    model = listed(lambda: Attention(told), (0, 1, 2))
+    model = listed(lambda: Attention(called), (0, 1, 2))
     other = threading.Thread(target=model.layers[1], args=(torch.zeros(1),))
     with track_layers(model) as here:
         model(torch.zeros(1))

@@ -211,7 +211,7 @@ def test_what_compares_by_no_dot_product_can_be_looked_at_but_not_kept():
 
 
 @pytest.mark.parametrize("how", [{"values": True}, {"to": "cpu"}], ids=str)
-def test_how_calls_are_kept_is_not_said_where_none_is(how):
+def test_how_calls_are_kept_is_not_printed_where_none_is(how):
     with pytest.raises(ProblemError, match="say how calls are recorded"):
         observe(None, lambda look: None, **how)
 
@@ -265,9 +265,9 @@ def test_what_is_no_model_is_answered_with_the_argument_that_it_may_be(given, sa
         observe(given)
 
 
-@pytest.mark.parametrize(("each", "said"), [(3, "3"), ("weights", "'weights'"), (0, "0")])
-def test_each_is_a_function(each, said):
-    with pytest.raises(ProblemError, match=f"each is {said}: expected a function of a Look, as lambda"):
+@pytest.mark.parametrize(("each", "reason"), [(3, "3"), ("weights", "'weights'"), (0, "0")])
+def test_each_is_a_function(each, reason):
+    with pytest.raises(ProblemError, match=f"each is {reason}: expected a function of a Look, as lambda"):
         observe(Model(), each)
 
 

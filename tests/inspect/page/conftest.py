@@ -36,10 +36,10 @@ def first_tab(browser):
 @pytest.fixture
 def opened(browser, first_tab, tmp_path):
     """Open the page of a report; when the test is over, say whether it complained or asked for anything."""
-    tabs, said, asked = [], [], []
+    tabs, expected, asked = [], [], []
     listeners = {
-        "console": lambda message: said.append(message.text),
-        "pageerror": lambda error: said.append(str(error)),
+        "console": lambda message: expected.append(message.text),
+        "pageerror": lambda error: expected.append(str(error)),
         "request": lambda request: asked.append(request.url),
     }
 
@@ -65,6 +65,6 @@ def opened(browser, first_tab, tmp_path):
             tab.goto("about:blank")
         else:
             tab.close()
-    assert said == []
+    assert expected == []
     assert all(url.startswith("file://") and "/page.html" in url for url in asked)
     assert len(asked) == len(tabs)

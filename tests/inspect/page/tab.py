@@ -4,7 +4,7 @@ import re
 
 
 def address(tab):
-    """The address as the page has it; `tab.url` is what the browser has told so far, and may be one step behind."""
+    """The address as the page has it; `tab.url` is what the browser has sent so far, and may be one step behind."""
     return tab.evaluate("location.href")
 
 

@@ -20,14 +20,14 @@ def made():
     return replace(bare, close_ups=tuple(close_ups))
 
 
-def told(made, budget):
+def bundled(made, budget):
     text = page(made, budget)
     return len(text), content(Parsed(text))
 
 
 @pytest.mark.exhaustive
 def test_all_goes_in_where_there_is_room(made):
-    _, there = told(made, 15e6)
+    _, there = bundled(made, 15e6)
     assert [close["head"] for close in there["close_ups"]] == [head.name for head in made.heads]
     assert {block["by"] for block in there["pictures"]} == {"mean", "max"}
     assert there["left_out"] == {"close_ups": [], "largest": False}
@@ -35,8 +35,8 @@ def test_all_goes_in_where_there_is_room(made):
 
 @pytest.mark.parametrize("part", [pytest.param(0.9, marks=pytest.mark.exhaustive), 0.6])
 def test_close_ups_are_left_out_from_the_least_remarkable_on(made, part):
-    whole, _ = told(made, 15e6)
-    size, there = told(made, part * whole)
+    whole, _ = bundled(made, 15e6)
+    size, there = bundled(made, part * whole)
     kept = [close["head"] for close in there["close_ups"]]
     assert size <= part * whole
     assert 0 < len(kept) < 12
@@ -54,7 +54,7 @@ def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
 
 
 def test_then_the_pictures_of_greatest_weights_and_never_the_means(made):
-    _, there = told(made, 1000)
+    _, there = bundled(made, 1000)
     assert {block["by"] for block in there["pictures"]} == {"mean"}
     assert sum(len(block["pictures"]) for block in there["pictures"]) == 12
     assert there["left_out"] == {"close_ups": [head.name for head in made.heads], "largest": True}
@@ -62,11 +62,11 @@ def test_then_the_pictures_of_greatest_weights_and_never_the_means(made):
 
 def test_a_model_that_is_compared_with_takes_no_picture_from_this_one(made):
     other = replace(made, heads=made.heads[::-1])
-    size, there = told(replace(made, other=other), 1.2 * told(made, 15e6)[0])
+    size, there = bundled(replace(made, other=other), 1.2 * bundled(made, 15e6)[0])
     assert len(there["close_ups"]) < 12
     assert [block["by"] for block in there["other"]["pictures"]].count("mean") == 3
     assert there["other"]["close_ups"] == [] or len(there["close_ups"]) == 12
-    assert size <= 1.2 * told(made, 15e6)[0]
+    assert size <= 1.2 * bundled(made, 15e6)[0]
 
 
 def test_the_page_says_how_many_it_left_out(opened, made):
@@ -99,7 +99,7 @@ def large():
 
 
 def test_thirty_layers_of_nine_heads_over_1024_tokens_stay_below_15_megabytes(large):
-    size, there = told(large, 15e6)
+    size, there = bundled(large, 15e6)
     assert size <= 15e6
     assert len(there["close_ups"]) > 0
 

@@ -250,6 +250,6 @@ def test_the_page_says_how_exact_it_is(opened, middling):
     off = np.abs(stored / np.where(exact > 0, exact, 1) - 1)[exact > 1e-4].max()
     assert off <= 0.005
     note = opened(middling, state="head=0.0").inner_text("#close-note")
-    told = float(note.split("to within about ")[1].split(" %")[0]) / 100
-    assert 0 < told <= 0.005
-    assert off <= 3 * told  # it was measured at some rows
+    bound = float(note.split("to within about ")[1].split(" %")[0]) / 100
+    assert 0 < bound <= 0.005
+    assert off <= 3 * bound  # it was measured at some rows

@@ -50,8 +50,8 @@ def test_a_difference_is_coloured_by_its_sign(opened):
         tab.wait_for_selector(f'#pair sub:text-is("{key}")')
         colours[key] = swatch(tab)
         less = weights(0, 0, 29)[query, key] - weights(0, 1, 29)[query, key]
-        told = tab.locator("#pair .dim").last.inner_text()
-        assert float(told.split("Δ ")[1].rstrip(")").replace("−", "-")) == pytest.approx(less, abs=0.008)
+        output = tab.locator("#pair .dim").last.inner_text()
+        assert float(output.split("Δ ")[1].rstrip(")").replace("−", "-")) == pytest.approx(less, abs=0.008)
     assert colours[0][2] > colours[0][0]  # more: blue
     assert colours[19][0] > colours[19][2]  # less: brown
     box = tab.locator("#matrix canvas").bounding_box()
@@ -126,7 +126,7 @@ def test_the_last_cell_of_a_pooled_text_that_both_models_share_is_not_of_their_o
     assert "its own tokens" not in tab.inner_text("#pair")
 
 
-def test_a_model_that_generated_fewer_tokens_is_not_said_to_cut_the_text_otherwise(opened):
+def test_a_model_that_generated_fewer_tokens_is_not_reported_to_cut_the_text_otherwise(opened):
     made = report()
     other = report(model="the other", tokens=made.tokens[:26], prompt=24)
     tab = opened(replace(made, other=other), state="head=0.0&vs=other&pin=20-19")

@@ -84,26 +84,26 @@ def test_the_same_report_gives_the_same_bytes():
 def test_scores_that_are_none_or_no_number_are_null():
     made = report()
     head = replace(made.heads[0], scores={"induction": Estimate(None), "entropy": Estimate(float("nan"), 1.5)})
-    [told] = content(Parsed(page(replace(made, heads=(head,)))))["heads"]
-    assert {name: told["scores"][name] for name in head.scores} == {"induction": [], "entropy": [None, 1.5]}
+    [output] = content(Parsed(page(replace(made, heads=(head,)))))["heads"]
+    assert {name: output["scores"][name] for name in head.scores} == {"induction": [], "entropy": [None, 1.5]}
 
 
 def test_scores_come_with_their_chance_and_their_interval():
     made = report()
-    told = content(Parsed(page(made)))["heads"]
-    for head, said in zip(made.heads, told, strict=True):
+    output = content(Parsed(page(made)))["heads"]
+    for head, message in zip(made.heads, output, strict=True):
         for measure, score in head.scores.items():
-            padded = [*said["scores"][measure], None, None][:4]
+            padded = [*message["scores"][measure], None, None][:4]
             assert padded == [x if x is None else pytest.approx(x, rel=1e-5) for x in score]
 
 
 def test_every_measure_is_defined_with_its_source():
-    told = content(Parsed(page(report(ablated=True))))
+    output = content(Parsed(page(report(ablated=True))))
     keys = ["entropy", "effective_tokens", "sink", "previous", "induction", "delta_loss", "sure", "remarkable"]
     keys += ["alpha", "sink_value"]
-    assert sorted(told["measures"]) == sorted(keys)
-    assert set(told["definitions"]) == {"kind", "sink_shares", *keys}
-    assert all(definition["formula"] and definition["source"] for definition in told["definitions"].values())
+    assert sorted(output["measures"]) == sorted(keys)
+    assert set(output["definitions"]) == {"kind", "sink_shares", *keys}
+    assert all(definition["formula"] and definition["source"] for definition in output["definitions"].values())
 
 
 def test_the_page_is_written_over_what_was_there(tmp_path):
@@ -113,16 +113,16 @@ def test_the_page_is_written_over_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("nowhere/page.html", "nowhere/page.html cannot be written: there is no folder .*nowhere"),
         (".", "is a folder: name the file"),
         (None, "the output is None: expected the name of a file"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_found_before_the_page_is_made(tmp_path, monkeypatch, place, said):
+def test_a_place_that_cannot_be_written_is_found_before_the_page_is_made(tmp_path, monkeypatch, place, message):
     monkeypatch.setattr(file, "page", lambda *_: pytest.fail("the page is made"))
-    with pytest.raises(ProblemError, match=said):
+    with pytest.raises(ProblemError, match=message):
         write_page(report(), place if place is None else tmp_path / place)
 
 
@@ -134,10 +134,10 @@ def test_what_is_no_report_is_refused(tmp_path):
 
 @given(st.text())
 def test_json_in_a_script_says_the_same_and_cannot_end_it(text):
-    told = as_json([text])
-    assert json.loads(told) == [text]
-    assert told.isascii()
-    assert not set("<>&") & set(told)
+    output = as_json([text])
+    assert json.loads(output) == [text]
+    assert output.isascii()
+    assert not set("<>&") & set(output)
 
 
 # ---- size and writing -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One head, large, as its reader has it: the cross, pins, the text, and what is told beside it."""
+"""One head, large, as its reader has it: the cross, pins, the text, and what is shown beside it."""
 
 import re
 
@@ -93,18 +93,18 @@ def test_the_first_token_can_be_hidden(opened):
     assert "first=hidden" in address(tab)
 
 
-def test_the_continuation_is_told_from_the_prompt(opened):
+def test_the_continuation_is_distinguished_from_the_prompt(opened):
     tab = opened()
     assert tab.locator(".word.generated").count() == 5
     assert tab.inner_text(".turn") == "continuation"
 
 
 def test_attention_by_distance_adds_up(opened):
-    told = opened(state="head=0.1").get_attribute("#distance", "aria-label")
-    percents = [int(n) for n in re.findall(r"(\d+) percent", told)]
+    output = opened(state="head=0.1").get_attribute("#distance", "aria-label")
+    percents = [int(n) for n in re.findall(r"(\d+) percent", output)]
     assert sum(percents) == pytest.approx(100, abs=3)
     previous = np.mean([weights(0, 1, 29)[i, i - 1] if i else 0 for i in range(29)])
-    assert int(re.search(r"; 1 tokens back: (\d+)", told)[1]) == pytest.approx(100 * previous, abs=1)
+    assert int(re.search(r"; 1 tokens back: (\d+)", output)[1]) == pytest.approx(100 * previous, abs=1)
 
 
 def test_a_long_text_is_pooled_and_says_so(opened):
@@ -113,9 +113,9 @@ def test_a_long_text_is_pooled_and_says_so(opened):
     assert "10 × 10 tokens" in tab.inner_text("#pair")
     tab.focus("#matrix")
     tab.keyboard.press("ArrowUp")
-    told = tab.inner_text("#spoken")
-    assert "990–999" in told
-    assert "0–9" in told
+    output = tab.inner_text("#spoken")
+    assert "990–999" in output
+    assert "0–9" in output
     cell = weights(0, 0, 1003)[990:1000, :10].sum(1).mean()
     assert shown_weight(tab) == pytest.approx(cell, abs=0.03)
     tab.click("#text .word:nth-of-type(996)")

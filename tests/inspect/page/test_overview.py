@@ -26,8 +26,8 @@ def test_markup_in_the_prompt_is_shown_and_not_run(opened):
         assert token.strip() in tab.inner_text("#text")
 
 
-def test_what_ran_is_told(opened):
-    told = opened().inner_text("header")
+def test_what_ran_is_reported(opened):
+    output = opened().inner_text("header")
     for words in (
         "a model",
         "29 tokens",
@@ -40,7 +40,7 @@ def test_what_ran_is_told(opened):
         "sdpa",
         "2.0e-5",
     ):
-        assert words in told
+        assert words in output
 
 
 @pytest.mark.parametrize("state", [pytest.param("", marks=pytest.mark.exhaustive), "head=1.1"])
@@ -57,9 +57,9 @@ def test_pointing_at_a_head_tells_its_scores(opened):
     made = report()
     tab = opened(made)
     tab.hover('.cell[aria-label^="Layer 1 head 0"]')
-    told = tab.inner_text("#readout")
-    assert told.startswith("1.0")
-    assert "previous token 0.850" in told.replace("\n", " ")
+    output = tab.inner_text("#readout")
+    assert output.startswith("1.0")
+    assert "previous token 0.850" in output.replace("\n", " ")
 
 
 def test_one_kind_can_be_shown_alone(opened):
@@ -107,8 +107,8 @@ def test_every_value_of_the_table_stands_beside_its_chance_and_its_interval(open
     made = report()
     tab = opened(made)
     score = made.heads[0].scores["previous"]
-    told = first_row(tab, "previous").split("\n")
-    assert told == [f"{score.value:.3f}", f"chance {score.chance:.3f} · {score.low:.2f} to {score.high:.2f}"]
+    output = first_row(tab, "previous").split("\n")
+    assert output == [f"{score.value:.3f}", f"chance {score.chance:.3f} · {score.low:.2f} to {score.high:.2f}"]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_heads_are_filtered_by_any_measure_between_two_bounds(opened, least, mos
 def test_what_a_head_costs_is_a_measure_beside_the_others_with_its_caveat(opened):
     made = report(ablated=True)
     tab = opened(made, state="head=0.0&order=delta_loss")
-    told = tab.inner_text("#side")
-    assert "No importance." in told
-    assert "Attention weights are not importance" in told
-    assert f"{made.ablations.loss:.3f} nats" in told
+    output = tab.inner_text("#side")
+    assert "No importance." in output
+    assert "Attention weights are not importance" in output
+    assert f"{made.ablations.loss:.3f} nats" in output
     order = [text.strip() for text in tab.locator(".cell span").all_text_contents()]
     assert order[0] == max(made.heads, key=lambda head: head.value("delta_loss")).name
 
@@ -237,8 +237,8 @@ def test_light_and_dark_can_be_switched(opened):
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, tmp_path):
     path = tmp_path / "notebook.html"
     path.write_text(f"<!doctype html><meta charset=utf-8><body>{framed(report())}</body>")
-    tab, said = browser.new_page(), []
-    tab.on("console", lambda message: said.append(message.text))
+    tab, errors = browser.new_page(), []
+    tab.on("console", lambda message: errors.append(message.text))
     tab.goto(path.as_uri())
     inside = tab.frame_locator("iframe")
     inside.locator("html[data-ready]").wait_for()
@@ -247,19 +247,19 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, tmp_path):
     inside.locator('#side a:text-is("what the scores mean")').click()
     assert inside.locator("#focus-title").inner_text() == "Layer 1 · head 1"
     tab.close()
-    assert said == []
+    assert errors == []
 
 
-def test_the_share_of_heads_with_a_sink_is_told_by_both_thresholds(opened):
+def test_the_share_of_heads_with_a_sink_is_shown_by_both_thresholds(opened):
     tab = opened()
-    told = tab.inner_text("#sinks")
-    assert told.startswith("Sinks: 25 % of heads have alpha above 0.3 (the first token's values at 0.50 of the mean")
-    assert "17 % above 0.8 (" in told
+    output = tab.inner_text("#sinks")
+    assert output.startswith("Sinks: 25 % of heads have alpha above 0.3 (the first token's values at 0.50 of the mean")
+    assert "17 % above 0.8 (" in output
     assert "mean over all rows of A[i,0]" in tab.get_attribute("#sinks", "title")
     assert "heads with a sink" in tab.inner_text("#definitions")
 
 
-def test_the_sinks_of_two_models_are_told_by_name(opened):
-    told = opened(report(other=report(heads=1, layers=4, kv_heads=1, model="another"))).inner_text("#sinks")
-    assert "a model: Sinks: 25 %" in told
-    assert "another: Sinks: 25 % of heads have alpha above 0.3 (most of layer 0," in told
+def test_the_sinks_of_two_models_are_shown_by_name(opened):
+    output = opened(report(other=report(heads=1, layers=4, kv_heads=1, model="another"))).inner_text("#sinks")
+    assert "a model: Sinks: 25 %" in output
+    assert "another: Sinks: 25 % of heads have alpha above 0.3 (most of layer 0," in output

@@ -14,10 +14,10 @@ from tests.inspect.reports import report, weights
 def test_a_weight_read_back_is_within_half_a_step_of_its_root():
     made = report(layers=2, tokens=[f" {n}" for n in range(101)])
     parsed = Parsed(page(made))
-    told, packed = content(parsed), {attrs["id"]: text for attrs, text in scripts(parsed, "text/plain")}
+    output, packed = content(parsed), {attrs["id"]: text for attrs, text in scripts(parsed, "text/plain")}
     seen = 0
-    for block in told["pictures"]:
-        pictures = unpack(packed[block["id"]], [p["size"] for p in block["pictures"]], told["causal"])
+    for block in output["pictures"]:
+        pictures = unpack(packed[block["id"]], [p["size"] for p in block["pictures"]], output["causal"])
         for caption, codes in zip(block["pictures"], pictures, strict=True):
             layer, number = map(int, caption["head"].split("."))
             assert np.abs(codes / 255 - np.sqrt(weights(layer, number, 101))).max() <= 0.5 / 255 + 1e-12

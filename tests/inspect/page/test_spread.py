@@ -14,12 +14,12 @@ def strip(tab, label):
 def test_every_measure_has_a_strip_that_says_what_it_shows(opened):
     made = report()
     tab = opened(made)
-    told = strip(tab, "sink").locator("canvas").get_attribute("aria-label")
+    output = strip(tab, "sink").locator("canvas").get_attribute("aria-label")
     values = np.sort([head.value("sink") for head in made.heads])
-    assert f"lowest {values[0]:.3f}" in told
-    assert f"median {values[round(5.5)]:.3f}" in told
-    assert f"highest {values[-1]:.3f} (head 0.0)" in told
-    assert f"chance {made.heads[0].scores['sink'].chance:.3f}" in told
+    assert f"lowest {values[0]:.3f}" in output
+    assert f"median {values[round(5.5)]:.3f}" in output
+    assert f"highest {values[-1]:.3f} (head 0.0)" in output
+    assert f"chance {made.heads[0].scores['sink'].chance:.3f}" in output
     assert colours(tab, ".strip canvas") > 3
 
 

@@ -77,26 +77,26 @@ def test_a_row_that_sees_nothing_shows_nothing():
     ],
     ids=["any mask", "a hole in the middle", "a bias by pair"],
 )
-def test_what_cannot_be_told_so_has_no_close_up(words):
+def test_what_cannot_be_shown_so_has_no_close_up(words):
     assert close_up(Weights.of(drawn(**words)).only(0), 0, 1) is None
 
 
 @pytest.mark.parametrize("dim", [1, 5])
-def test_a_close_up_that_would_be_wrong_is_not_handed_out(dim):
+def test_a_close_up_that_would_be_wrong_is_not_returned(dim):
     # float32 says scores of 5e8 to 30. A product of one dimension rounds alike everywhere, so it agrees with itself
     call = called(1e4 * torch.randn(1, 2, 13, dim), 1e4 * torch.randn(1, 2, 13, dim), mask=Causal(), scale=1.0)
     assert close_up(Weights.of(call), 0, 0) is None
 
 
 @pytest.mark.parametrize("words", [{}, {"sink": torch.ones(HEADS)}], ids=["plain", "a learned sink"])
-def test_a_close_up_of_a_wrong_lse_is_not_handed_out(words):
+def test_a_close_up_of_a_wrong_lse_is_not_returned(words):
     fine = Weights.of(drawn(mask=Causal(), **words)).only(0)
     assert close_up(fine, 0, 1) is not None
     assert close_up(replace(fine, lse=fine.lse + 0.01), 0, 1) is None
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
-def test_a_close_up_of_what_is_no_number_is_not_handed_out(odd):
+def test_a_close_up_of_what_is_no_number_is_not_returned(odd):
     q = torch.ones(1, 2, 13, 5)
     q[0, 0, 12] = odd
     weights = Weights.of(called(q, torch.ones(1, 2, 13, 5), mask=Causal()))

@@ -54,7 +54,7 @@ def test_each_score_is_of_its_stimulus_and_its_shift(surveyed: tuple[Report, lis
             assert head.value(measure) == pytest.approx(float(score), abs=1e-6), measure
 
 
-def test_the_best_shift_is_one_from_1_on_and_told(surveyed: tuple[Report, list[list[Tensor]]]):
+def test_the_best_shift_is_one_from_1_on_and_reported(surveyed: tuple[Report, list[list[Tensor]]]):
     report, (_, jittered) = surveyed
     for head in report.heads:
         at = head.value("best_shift_at")

@@ -23,24 +23,24 @@ def test_a_score_that_a_head_was_not_put_to_is_none():
 
 def test_a_report_is_json_without_its_pictures():
     made = report(close_ups=[(0, 1)])
-    told = json.loads(json.dumps(made.to_dict()))
-    assert told["run"]["backends"] == ["sdpa"] * 3
+    output = json.loads(json.dumps(made.to_dict()))
+    assert output["run"]["backends"] == ["sdpa"] * 3
     first = made.heads[0]
-    assert told["heads"][0]["scores"]["sink"] == first.score("sink")._asdict()
-    assert told["heads"][0]["kind"] == first.kind
-    assert told["heads"][0]["distances"] == list(made.profiles[first.layer, first.head])
-    assert set(told["definitions"]) == set(DEFINITIONS)
-    assert told["ablations"] is told["other"] is None
-    assert not {"pictures", "close_ups"} & set(told)
+    assert output["heads"][0]["scores"]["sink"] == first.score("sink")._asdict()
+    assert output["heads"][0]["kind"] == first.kind
+    assert output["heads"][0]["distances"] == list(made.profiles[first.layer, first.head])
+    assert set(output["definitions"]) == set(DEFINITIONS)
+    assert output["ablations"] is output["other"] is None
+    assert not {"pictures", "close_ups"} & set(output)
 
 
 def test_ablations_and_what_it_is_compared_with_are_part_of_it():
     made = report(ablated=True, other=report(model="another"))
-    told = json.loads(json.dumps(made.to_dict()))
-    assert told["other"]["run"]["model"] == "another"
+    output = json.loads(json.dumps(made.to_dict()))
+    assert output["other"]["run"]["model"] == "another"
     assert made.ablations is not None
-    assert told["ablations"]["deltas"]["1.3"] == made.ablations.deltas[1, 3]
-    assert told["ablations"]["how"] == "zero"
+    assert output["ablations"]["deltas"]["1.3"] == made.ablations.deltas[1, 3]
+    assert output["ablations"]["how"] == "zero"
 
 
 def test_a_table_has_a_line_a_head_and_four_columns_a_score():
@@ -102,7 +102,7 @@ def test_a_notebook_shows_the_most_remarkable_heads_as_a_small_table():
 
 
 class Axes:
-    """What `heat_map` draws on, with what it was told."""
+    """What `heat_map` draws on, with what it was given."""
 
     def __init__(self):
         self.figure = self.xaxis = self.yaxis = self

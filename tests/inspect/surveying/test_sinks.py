@@ -56,19 +56,19 @@ def test_without_alpha_there_are_no_shares():
     assert replace(report(), heads=()).sink_shares == ()
 
 
-def test_layers_are_told_as_spans():
+def test_layers_are_printed_as_spans():
     assert [spans(layers) for layers in ((), (4,), (0, 1), (0, 2, 3, 4, 9))] == ["", "4", "0-1", "0, 2-4, 9"]
 
 
 def test_json_has_them_with_their_layers_and_their_definition():
-    told = json.loads(json.dumps(report().to_dict()))
-    assert [(share["threshold"], share["share"]) for share in told["sinks"]] == [
+    output = json.loads(json.dumps(report().to_dict()))
+    assert [(share["threshold"], share["share"]) for share in output["sinks"]] == [
         (0.3, 0.25),
         (0.8, pytest.approx(1 / 6)),
     ]
-    assert told["sinks"][0]["layers"] == {"0": 0.25, "1": 0.25, "2": 0.25}
-    assert told["sinks"][0]["most"] == []
-    assert "A[i,0]" in told["definitions"]["sink_shares"]["formula"]
+    assert output["sinks"][0]["layers"] == {"0": 0.25, "1": 0.25, "2": 0.25}
+    assert output["sinks"][0]["most"] == []
+    assert "A[i,0]" in output["definitions"]["sink_shares"]["formula"]
 
 
 def test_a_survey_has_the_shares_and_the_norms_that_the_measures_have():

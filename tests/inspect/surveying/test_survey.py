@@ -130,14 +130,14 @@ def test_the_model_is_left_as_it_was(llama, tokenizer):
     assert llama.training
 
 
-def test_progress_is_told_by_stage(llama, tokenizer):
-    told = []
-    survey(llama, tokenizer, TEXT, new_tokens=4, progress=lambda *step: told.append(step))
-    assert list(dict.fromkeys(stage for stage, _, _ in told)) == [
+def test_progress_is_shown_by_stage(llama, tokenizer):
+    output = []
+    survey(llama, tokenizer, TEXT, new_tokens=4, progress=lambda *step: output.append(step))
+    assert list(dict.fromkeys(stage for stage, _, _ in output)) == [
         "prompt", "continuation", "comparison", "induction", "layers", "other texts",
     ]  # fmt: skip
     for stage, total in (("continuation", 4), ("layers", 3), ("induction", 6)):
-        steps = [(done, of) for name, done, of in told if name == stage]
+        steps = [(done, of) for name, done, of in output if name == stage]
         assert steps[0] == (0, total)
         assert steps[-1] == (total, total)
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)

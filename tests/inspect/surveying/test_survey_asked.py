@@ -171,7 +171,7 @@ def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, messag
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "reason"),
     [
         ({"layers": []}, "layers is empty"),
         ({"layers": "3"}, "layers is '3': expected layer numbers"),
@@ -192,14 +192,14 @@ def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, messag
     ],
     ids=str,
 )
-def test_what_names_no_layer_head_measure_or_count_is_an_error(asked, said, llama, tokenizer):
+def test_what_names_no_layer_head_measure_or_count_is_an_error(asked, reason, llama, tokenizer):
     for refusing in (check, survey):
-        with pytest.raises(ProblemError, match=said):
+        with pytest.raises(ProblemError, match=reason):
             refusing(llama, tokenizer, TEXT, **asked)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         (None, "text is NoneType"),
         (b"a b", "text is bytes"),
@@ -208,9 +208,9 @@ def test_what_names_no_layer_head_measure_or_count_is_an_error(asked, said, llam
     ],
     ids=["nothing", "bytes", "list", "surrogate"],
 )
-def test_what_is_no_text_is_an_error(text, said, llama, tokenizer):
+def test_what_is_no_text_is_an_error(text, reason, llama, tokenizer):
     for refusing in (check, survey):
-        with pytest.raises(ProblemError, match=said):
+        with pytest.raises(ProblemError, match=reason):
             refusing(llama, tokenizer, text)
         with pytest.raises(ProblemError, match="tokenizer is NoneType: expected"):
             refusing(llama, None, TEXT)

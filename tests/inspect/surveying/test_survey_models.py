@@ -87,7 +87,7 @@ def test_what_a_model_cannot_be_put_to_is_an_error_by_its_name(tokenizer, measur
     bert = small(BertForMaskedLM, BertConfig)
     with pytest.raises(ProblemError, match=message):
         survey(bert, tokenizer, TEXT, measures=["sink", measure])
-    if measure == "copying":  # said of the weights: found before anything runs
+    if measure == "copying":  # a property of the weights: found before anything runs
         with pytest.raises(ProblemError, match=message):
             check(bert, tokenizer, TEXT, measures=[measure])
 
@@ -110,7 +110,7 @@ def test_weights_of_gpt2_are_read(tokenizer):
     torch.testing.assert_close(v[0, 2] @ w_o[2], v[0, 2] @ whole[12:18])
 
 
-def test_an_output_projection_that_is_not_known_is_said_once(llama, tokenizer):
+def test_an_unknown_output_projection_is_reported_once(llama, tokenizer):
     for layer in llama.model.layers:
         layer.self_attn.o_proj = Renamed(layer.self_attn.o_proj)
     report = survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, measures=["entropy", "sink"])
