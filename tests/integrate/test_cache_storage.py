@@ -164,6 +164,27 @@ def test_layers_with_a_window_keep_just_that():
     assert (sliding.get_seq_length(), full.get_seq_length()) == (45, 45)
 
 
+@pytest.mark.parametrize("steps", [(31,), (3, 17, 11), (9, 2, 20), (5, 26)])
+def test_a_prompt_beyond_the_window_is_read_and_not_stored(steps: tuple[int, ...]):
+    """The window is 5: after each step its last tokens are stored, whatever was read."""
+    layer, start = regard_cache(on_regard("mistral")).layers[0], 0
+    k = torch.randn(1, 2, 31, 8)
+    for size in steps:
+        seen = layer.get_mask_sizes(size)
+        found = layer.update(k[:, :, start : start + size], -k[:, :, start : start + size])
+        before = min(start, 4)
+        assert seen == (before + size, start - before)
+        assert torch.equal(found[0][:, :, -before - size :], k[:, :, start - before : start + size])
+        assert torch.equal(found[1], -found[0])
+        start += size
+        assert (layer.get_seq_length(), layer.kv.tokens) == (start, min(start, 5) if size > 5 else layer.kv.tokens)
+    assert layer.kv.bytes == 2 * 5 * 2 * 8 * 4
+    with pytest.raises(ProblemError, match="at most 1 can be removed"):
+        layer.crop(-2)
+    layer.crop(-1)
+    assert torch.equal(layer.update(k[:, :, 30:], k[:, :, 30:])[0][:, :, -5:], k[:, :, 26:])
+
+
 def test_a_model_of_windows_alone_takes_a_codec():
     m = on_regard("mistral")
     cache = regard_cache(m, codec=torch.bfloat16)

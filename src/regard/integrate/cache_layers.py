@@ -268,10 +268,26 @@ class WindowLayer(StoredLayer):
     def _append(self, k: Tensor, v: Tensor) -> tuple[Any, Any]:
         if self.record_past != self.is_recording:
             self._move(self._make_whole() if self.record_past else self._make())
+        if k.shape[2] > self.sliding_window and self.kv.codec is None and not self.is_recording:
+            return self._pass(k, v)
         visible = min(self.kv.tokens, self.window) + k.shape[2]
         keys, values = self.kv.append(k, v)
         if self.is_recording:
             return dense(keys)[:, :, -visible:], dense(values)[:, :, -visible:]
+        return keys, values
+
+    def _pass(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """More tokens than the window: attention reads them as they are, and only the last ones are stored.
+
+        So a model holds the keys of a whole prompt for one layer at a time.
+        """
+        kept, keys, values = min(self.kv.tokens, self.window), k, v
+        if kept:
+            stored = self.kv.append(k[:, :, :0], v[:, :, :0])  # which also checks that k and v fit
+            keys, values = (torch.cat([dense(t)[:, :, -kept:], x], 2) for t, x in zip(stored, (k, v), strict=True))
+        other = self._make()
+        other.append(k[:, :, -self.sliding_window :], v[:, :, -self.sliding_window :])
+        self.kv, self._before = other, self.get_seq_length() + k.shape[2] - other.tokens_seen
         return keys, values
 
     def _move(self, other: KVCache) -> None:
