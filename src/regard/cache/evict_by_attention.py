@@ -97,7 +97,8 @@ class SnapKV(Eviction):
     Args:
         window: queries that vote; fewer if fewer were observed, or if a crop of many tokens leaves fewer.
         kernel: keys that a vote is spread over, an odd number.
-        once: False: evict whenever the cache is over its budget, as the other policies do.
+        once: False: evict whenever the cache is over its budget, as the other policies do. Queries that were observed
+            with a mask vote once, as the mask counts tokens that are gone.
 
     >>> SnapKV(1024, kernel=7)
     SnapKV(budget=1024, sinks=4, every=1, window=32, kernel=7, once=True)
