@@ -71,6 +71,7 @@ def score_mods(t: Learned) -> dict[str, tuple[Mod, str]]:
         "softcap": (lambda s, b, h, q, k: 20 * torch.tanh(s / 20), "native"),
         "softcap and a table": (lambda s, b, h, q, k: (s / 5).tanh().mul(5) + t.square[q, k], "native"),
         "softcap of a biased score": (lambda s, b, h, q, k: 5 * torch.tanh((s + t.square[q, k]) / 5), "reference"),
+        "a position": (lambda s, b, h, q, k: k, "reference"),
         "sine": (lambda s, b, h, q, k: torch.sin(torch.cos(s)), "reference"),
         "a bias per head": (lambda s, b, h, q, k: s + t.per_head[h], "native"),
         "a table": (lambda s, b, h, q, k: s + t.square[q, k], "native"),

@@ -94,6 +94,33 @@ def test_lists_for_all_rows_decide_whoever_made_them_and_whatever_was_called_bef
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), exact)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [create_block_mask, of_torch.create_block_mask], ids=["regard", "torch"])
+def test_a_mask_of_more_rows_and_heads_than_the_call_is_that_of_its_first_ones(make: Any, compiled: bool):
+    torch.compiler.reset()
+    widths = torch.tensor([[3, 20, 70], [40, 9, 30], [70, 70, 70], [1, 2, 3]])
+    mask = make(lambda b, h, q, k: (q - k).abs() < widths[b, h], 4, 3, 70, 70, "cpu", BLOCK_SIZE=16)
+    attend = torch.compile(flex_attention, backend="aot_eager", fullgraph=True) if compiled else flex_attention
+    q, k, v = torch.randn(3, 4, 3, 70, 8).unbind()
+    at = torch.arange(70)
+    kept = (at[:, None] - at).abs() < widths[..., None, None]
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept)
+    for rows, heads in ((2, 2), (4, 3), (1, 3), (4, 1)):
+        out = attend(*(t[:rows, :heads] for t in (q, k, v)), block_mask=mask)
+        torch.testing.assert_close(out, exact[:rows, :heads])
+
+
+def test_lists_of_fewer_rows_than_the_call_are_used_only_if_they_are_those_of_the_function():
+    lengths = torch.tensor([16, 48, 64, 64])
+    q, k, v = torch.randn(3, 4, 1, 64, 8).unbind()
+    mask = create_block_mask(causal, 2, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), exact)
+    mask = create_block_mask(lambda b, h, q, k: k < lengths[b], 2, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    with pytest.raises(ProblemError, match="block_mask has lists for 2 batch rows and 1 heads, and the call has 4 and"):
+        flex_attention(q, k, v, block_mask=mask)
+
+
 def writing_in_place(made: BlockMask) -> None:
     made.kv_num_blocks[0, 0, 2] = 0
 
@@ -135,6 +162,16 @@ def test_a_sliced_mask_without_a_function_says_so():
     q, k, v = tensors()
     with pytest.raises(RuntimeError, match="sliced BlockMask"):
         flex_attention(q[:, :, 180:], k, v, block_mask=made)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sliced_mask_with_the_lengths_of_the_whole_one_says_so(compiled: bool):
+    torch.compiler.reset()
+    sliced = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)[:, :, 3:4]
+    sliced.mask_mod = lambda b, h, q, k: q + 180 >= k
+    attend = torch.compile(flex_attention, backend="aot_eager", fullgraph=True) if compiled else flex_attention
+    with pytest.raises(ProblemError, match=r"lists for 1 blocks of 60 queries, and the call has 300 queries: a slice"):
+        attend(*tensors(), block_mask=sliced)
 
 
 def test_what_a_function_has_captured_may_change():
@@ -281,14 +318,60 @@ WRAPPING: dict[str, Mod] = {
 """Functions of positions whose numbers leave their type."""
 
 
-@pytest.mark.parametrize("name", WRAPPING)
-def test_numbers_that_wrap_or_overflow_are_those_of_torch(name: str):
-    mod = WRAPPING[name]
+def assert_bounds_are_sound(mod: Mod, block: int) -> None:
+    """Compare lists, and results under our lists and torch's, with every pair."""
     at = torch.meshgrid(*map(torch.arange, (1, 1, TOKENS, TOKENS)), indexing="ij")
-    given = create_block_mask(mod, None, None, TOKENS, TOKENS, device="cpu")
+    given = create_block_mask(mod, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=block)
     assert torch.equal(by_lists(given), element_by_element(mod, *at))
     q, k, v = tensors()
     expected, _ = attended(q, k, v, None, mod)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=given).double(), expected, atol=1e-5, rtol=1e-4)
-    theirs = of_torch.create_block_mask(mod, None, None, TOKENS, TOKENS, device="cpu")
+    theirs = of_torch.create_block_mask(mod, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=block)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=theirs).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", WRAPPING)
+def test_numbers_that_wrap_or_overflow_are_those_of_torch(name: str):
+    assert_bounds_are_sound(WRAPPING[name], 128)
+
+
+FIRST = 1_790_000_000_000_000_000
+IDS = FIRST + torch.arange(TOKENS) // 100
+OTHER_IDS = IDS.clone()
+TIMES = FIRST + torch.arange(TOKENS)
+LARGE: dict[str, Mod] = {
+    "equal ids": lambda b, h, q, k: IDS[q] == OTHER_IDS[k],
+    "later": lambda b, h, q, k: TIMES[q] >= TIMES[k],
+    "one table at a distance": lambda b, h, q, k: TIMES[(q - k).abs()] > FIRST + 100,
+    "a difference": lambda b, h, q, k: TIMES[q] - OTHER_IDS[k] < 100,
+    "a quotient": lambda b, h, q, k: TIMES[(q - k).abs()] // 7 >= (FIRST + 50) // 7,
+    "a remainder": lambda b, h, q, k: TIMES[(q - k).abs()] % 10**9 < 70,
+}
+"""Functions of integers that float64 rounds."""
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_integers_beyond_those_of_float64_are_compared_exactly(name: str):
+    assert_bounds_are_sound(LARGE[name], 20)
+
+
+BYTES = torch.tensor([0, 255, 1, 255]).to(torch.uint8).repeat(TOKENS)
+HALVES = (2001 + torch.arange(TOKENS)).half()
+ROUNDED: dict[str, Mod] = {
+    "a quotient rounded down": lambda b, h, q, k: (q - k) // 0.1 <= 169,
+    "a remainder of floats": lambda b, h, q, k: (q - k) % 0.1 < 0.05,
+    "below the least float32": lambda b, h, q, k: torch.exp((k - q).float()) > 0,
+    "below the least float16": lambda b, h, q, k: torch.exp(-(q - k).abs()).half() > 0,
+    "an infinite bound": lambda b, h, q, k: torch.exp((q - k).float() * 10) == torch.inf,
+    "a number beyond its type": lambda b, h, q, k: BYTES[(q - k).abs()] != -1,
+    "integers as float16": lambda b, h, q, k: q + 1905 > HALVES[k],
+    "integers as float32": lambda b, h, q, k: (q - k + (1 << 25)) * 1.0 > float(1 << 25),
+    "integers and a float": lambda b, h, q, k: q - k + (1 << 25) > (1 << 25) + 0.5,
+}
+"""Functions whose operators round, or convert their operands."""
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_torch_rounds_is_as_torch_rounds_it(name: str):
+    for block in (16, 17) if name.startswith("a quotient") else (16,):
+        assert_bounds_are_sound(ROUNDED[name], block)

@@ -297,6 +297,17 @@ def test_a_float_is_not_rounded_where_it_changes_from_call_to_call(name: str):
         assert torch.allclose(compiled(q, k, v, c), run(q, k, v, c), atol=1e-5)
 
 
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_scale_may_change_from_call_to_call(dynamic: bool | None):
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return flex_attention(q, k, v, scale=scale)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    q, k, v = (t.detach() for t in tensors())
+    for scale in (0.125, 0.3, 0.5):
+        assert torch.allclose(compiled(q, k, v, scale), run(q, k, v, scale), atol=1e-5)
+
+
 def test_one_graph_serves_all_values_of_a_captured_tensor():
     def run(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
         return flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(q < k, s, c) * c)

@@ -114,6 +114,25 @@ def test_a_bias_of_every_pair_is_computed_in_pieces(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("side", ["of keys", "of pairs"])
+def test_a_mask_that_reads_a_learned_tensor_is_computed_in_pieces(side: str, monkeypatch: pytest.MonkeyPatch):
+    q, k, v = tensors()
+    gate = torch.rand(TOKENS, requires_grad=True)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        kept = gate[k] > 0.3 if side == "of keys" else gate[k] + gate[q] > 0.8
+        return torch.where(kept, s + gate[q] * gate[k], -torch.inf)
+
+    whole = flex_attention(q, k, v, mod)
+    monkeypatch.setattr(call, "MOST_BIAS", 20 * TOKENS)
+    pieces = flex_attention(q, k, v, mod)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+    for one, other in zip(
+        *(torch.autograd.grad(out.square().sum(), [q, k, v, gate]) for out in (whole, pieces)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 def test_a_table_beside_a_computed_bias_is_taken_by_rows_in_pieces(monkeypatch: pytest.MonkeyPatch):
     q, k, v = tensors()
     table, position = torch.randn(TOKENS, TOKENS, requires_grad=True), torch.rand(TOKENS)

@@ -4,6 +4,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
@@ -31,7 +32,8 @@ class MaskTerm(Mask):
     sizes: tuple[int, ...] | None = None
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return evaluate(self.term, dict(zip("bhqk", as_tensors(b, h, q, k), strict=True)))
+        with torch.no_grad():  # a plan keeps results: a checkpoint, which computes again, would save fewer tensors
+            return evaluate(self.term, dict(zip("bhqk", as_tensors(b, h, q, k), strict=True)))
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         if self.sizes is None:

@@ -8,6 +8,7 @@ Truth values are numbers here: the greatest is whether *some* pair is true, the 
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -31,10 +32,16 @@ ROUNDING = {"float64": 2.0**-48, "float32": 2.0**-20, "float16": 2.0**-7, "bfloa
 """By how much of its magnitude an extent of floats is widened, since torch rounds in each step."""
 
 
+EXACT = 2.0**53
+"""float64 has every integer of a smaller magnitude."""
+
 COMPARING = frozenset(
     {"ge", "gt", "le", "lt", "eq", "ne", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "where"}
 )
-"""Operators whose operands are rounded to one type before anything is computed; others compute more exactly."""
+"""Operators whose numbers are rounded to the type of their tensors; others compute with them more exactly."""
+
+JUMPING = frozenset({"floor_divide", "div_trunc", "remainder"})
+"""Operators whose result may jump where torch rounds a quotient of floats."""
 
 
 class Extent(NamedTuple):
@@ -61,7 +68,8 @@ class Extents:
         if id(term) in known:
             return known[id(term)]
         if isinstance(term, Constant):
-            found = _same(np.full(len(r.b), float(term.value)))
+            value = np.full(len(r.b), term.value)
+            found = _outward(value, value)
         elif isinstance(term, Variable):
             found = _extent_of_variable(term.name, r)
         elif not {"q", "k"} <= term.uses:
@@ -84,8 +92,7 @@ class Extents:
         start, stop = (r.k0, r.k1) if "k" in term.uses else (r.q0 - first, r.q1 - first)
         if not {"q", "k"} & term.uses:
             start, stop = np.zeros_like(r.b), np.ones_like(r.b)
-        low, high = table(row, start, stop)
-        return Extent(low.astype(np.float64), high.astype(np.float64))
+        return _outward(*table(row, start, stop))
 
     def _table(self, term: Term) -> RangeExtremes | None:
         s, uses = self.sizes, term.uses
@@ -94,10 +101,12 @@ class Extents:
         rows = (s.batch if "b" in uses else 1), (s.heads if "h" in uses else 1)
         if rows[0] * rows[1] * len(axis) > MOST:
             return None
-        values = evaluate(term, {
+        at = {
             "b": torch.arange(rows[0], device="cpu")[:, None, None], "h": torch.arange(rows[1], device="cpu")[:, None],
             "q": axis, "k": axis,
-        })  # fmt: skip
+        }  # fmt: skip
+        with torch.no_grad():  # the table is kept: a checkpoint, which computes again, would save fewer tensors
+            values = evaluate(term, at)
         values = values.detach().cpu().expand(*rows, len(axis)).reshape(-1, len(axis))
         if values.is_floating_point():
             return None if values.isnan().any() else RangeExtremes(elements(values.double()))
@@ -107,20 +116,20 @@ class Extents:
         if op.name == "index":
             return self._looked_up(op, r, [self._of(child, r, known) for child in op.children()[1:]])
         rule = RULES.get(op.name)
-        if rule is None:
+        jumps = op.name in JUMPING and op.dtype in ROUNDING
+        if rule is None or jumps or (op.name.startswith("bitwise") and op.dtype != "bool"):
             return _unknown(op, len(r.b))
-        if op.name.startswith("bitwise") and op.dtype != "bool":
-            return _unknown(op, len(r.b))
-        low, high = rule(*(_rounded(child, op, self._of(child, r, known)) for child in op.children()))
+        low, high = rule(*(_converted(child, op, self._of(child, r, known)) for child in op.children()))
         if op.name == "to" and op.dtype not in ROUNDING:  # torch cuts the fraction; a number is true unless it is 0
             low, high = (np.trunc(low), np.trunc(high)) if op.dtype != "bool" else _of_bools(_to)(Extent(low, high))
         spread = ROUNDING.get(op.dtype)
-        unclear = np.isnan(low) | np.isnan(high)
         if spread is not None:
             low, high = low - spread * np.abs(low), high + spread * np.abs(high)
-            largest = torch.finfo(getattr(torch, op.dtype)).max
-            low, high = np.where(low < -largest, -np.inf, low), np.where(high > largest, np.inf, high)
-        elif op.dtype != "bool":  # integers wrap
+            limits = torch.finfo(getattr(torch, op.dtype))
+            low, high = np.where(low < -limits.max, -np.inf, low), np.where(high > limits.max, np.inf, high)
+            low, high = _with_zero(low, -limits.tiny), _with_zero(high, limits.tiny)
+        unclear = np.isnan(low) | np.isnan(high)
+        if spread is None and op.dtype != "bool":  # integers wrap
             least, most = _exact(op.dtype)
             unclear |= (low < least) | (high > most)
         worst = _unknown(op, len(r.b))
@@ -142,6 +151,7 @@ class Extents:
             low, high = every, some
         else:
             return worst
+        low, high = _outward(low, high)
         return Extent(np.where(bad, worst.low, low), np.where(bad, worst.high, high))
 
     def _in_row(
@@ -173,27 +183,51 @@ class Extents:
 def _exact(dtype: str) -> tuple[float, float]:
     """The least and the greatest integer of a dtype that float64 has, too."""
     limits = torch.iinfo(getattr(torch, dtype))
-    return max(limits.min, -(2.0**53)), min(limits.max, 2.0**53)
+    return max(limits.min, -EXACT), min(limits.max, EXACT)
 
 
-def _rounded(child: Term, op: Op, found: Extent) -> Extent:
-    """The extent of an operand; of a compared number, as torch rounds it to the type of the tensors beside it."""
-    if op.name not in COMPARING or not isinstance(child, Constant) or isinstance(child.value, bool):
-        return found
-    types = [_dtype(other) for other in op.children() if other is not child]
-    floats = [name for name in types if name in ROUNDING]
-    if not floats and (child.dtype or isinstance(child.value, int)):
-        return found
-    dtype = getattr(torch, floats[0] if floats else "float32")
-    return _same(np.full(len(found.low), torch.tensor(child.value, dtype=dtype, device="cpu").item()))
+def _converted(child: Term, op: Op, found: Extent) -> Extent:
+    """The extent of an operand in the type to which torch converts all operands."""
+    types = [getattr(torch, _dtype(each)) for each in op.children() if _dtype(each)]
+    numbers = [each.value for each in op.children() if isinstance(each, Constant) and not each.dtype]
+    shared = reduce(torch.promote_types, types)
+    if not shared.is_floating_point and any(isinstance(number, float) for number in numbers):
+        shared = torch.float32
+    own = _dtype(child)
+    if shared.is_floating_point:
+        rounds = op.name in COMPARING if isinstance(child, Constant) else own not in ROUNDING
+        return _as_type(found, shared) if rounds and own != "bool" else found
+    if isinstance(child, Constant) and not own and shared != torch.bool:
+        limits = torch.iinfo(shared)
+        if not limits.min <= child.value <= limits.max:  # it wraps
+            return _unknown(child, len(found.low))
+    return found
+
+
+def _as_type(found: Extent, dtype: torch.dtype) -> Extent:
+    low, high = (torch.from_numpy(side).to(dtype).double().numpy() for side in found)
+    return Extent(low, high)
 
 
 def _dtype(term: Term) -> str:
-    return str(term.tensor.dtype)[6:] if isinstance(term, Captured) else getattr(term, "dtype", "")
+    """The type of a term; "" of a number of Python, which takes that of the tensors beside it."""
+    if isinstance(term, Captured):
+        return str(term.tensor.dtype)[6:]
+    return "int64" if isinstance(term, Variable) else getattr(term, "dtype", "")
 
 
-def _same(values: Floats) -> Extent:
-    return Extent(values, values)
+def _with_zero(bound: Floats, least: float) -> Floats:
+    """The bound, moved to `least` where it is closer to 0: torch may compute 0, or a number of few digits."""
+    return np.where((bound != 0) & (np.abs(bound) < np.abs(least)), least, bound)
+
+
+def _outward(low: NDArray[np.generic], high: NDArray[np.generic]) -> Extent:
+    """The numbers as float64; integers beyond 2^53, which it rounds, are rounded down and up."""
+    down, up = low.astype(np.float64), high.astype(np.float64)
+    if low.dtype.kind in "iuO":
+        down = np.where(np.abs(down) < EXACT, down, np.nextafter(down, -np.inf))
+        up = np.where(np.abs(up) < EXACT, up, np.nextafter(up, np.inf))
+    return Extent(down, up)
 
 
 def _extent_of_variable(name: str, r: Rectangles) -> Extent:
@@ -252,17 +286,18 @@ def _div(a: Extent, b: Extent) -> Extent:
 
 
 def _floor_divide(a: Extent, b: Extent) -> Extent:
-    return _quotient(a, b, lambda x, y: np.floor(x / y))
+    return _quotient(a, b, lambda x, y: np.where(np.abs(x) < EXACT, np.floor(x / y), np.nan))
 
 
 def _trunc_divide(a: Extent, b: Extent) -> Extent:
-    return _quotient(a, b, lambda x, y: np.trunc(x / y))
+    return _quotient(a, b, lambda x, y: np.where(np.abs(x) < EXACT, np.trunc(x / y), np.nan))
 
 
 def _remainder(a: Extent, b: Extent) -> Extent:
     """As Python's %, of one positive divisor; the whole range unless the quotient is one number."""
     known = (b.low == b.high) & (b.low > 0)
     same = np.floor(a.low / b.low) == np.floor(a.high / b.low)
+    same &= np.maximum(np.abs(a.low), np.abs(a.high)) < EXACT
     low = np.where(same, a.low - np.floor(a.low / b.low) * b.low, 0.0)
     high = np.where(same, a.high - np.floor(a.low / b.low) * b.low, b.low)
     return Extent(np.where(known, low, np.nan), np.where(known, high, np.nan))

@@ -20,7 +20,7 @@ from regard.describe.mask import CallSizes, Mask
 from regard.errors import RefusalError
 from regard.flex.call import Result, compute, laid_out_as
 from regard.flex.read_block_mask import follows_function, lists_of, mask_of_block_mask, mask_of_lists
-from regard.flex.trace import IndexByTensor, Mod
+from regard.flex.trace import IndexByTensor, Mod, known_number
 from regard.torch_internals import HigherOrder, is_higher_order, skip_frames, version
 from regard.wide import wide_of
 
@@ -90,6 +90,7 @@ class _ComputeGraph(HigherOrder):
         if not isinstance(subgraph, GraphModule):  # torch.compile broke the graph, and calls with the function itself
             q, k, v = operands
             return _compute_uncompiled(subgraph, q, k, v, options["scale"], options["wants_max"])
+        scale = known_number(options["scale"])  # a symbol from its second value on
         graph = subgraph.graph
         tensor_of = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
         end = next(node for node in graph.nodes if node.target is torch.ops.regard.flex_form)
@@ -104,7 +105,7 @@ class _ComputeGraph(HigherOrder):
             if options["follows"] and not any(t.is_inference() or version(t) for t in read):
                 read = []  # the graph does not write to them, and need not make them
             mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], tensor_of), sizes, q.device)
-        found = compute(q, k, v, score_mod, mask, options["scale"], options["wants_max"])
+        found = compute(q, k, v, score_mod, mask, scale, options["wants_max"])
         return found.out, found.lse, _max_scores(found)
 
 

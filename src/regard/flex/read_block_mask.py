@@ -1,7 +1,7 @@
 """A `BlockMask` read as a mask: in listed blocks what `mask_mod` keeps, in full ones everything."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -29,8 +29,9 @@ class _Reading:
     Attributes:
         lists: the content of its lists, when they were read.
         partial, full: bool [batch or 1, heads or 1, rows, columns], whether a block is in the lists.
-        agrees: by mask of its `mask_mod` and the batch rows and heads in which that differs, whether that mask alone
-            keeps the same pairs as with the lists: lists of one batch row fit no other rows of a mask that has more.
+        agrees: by mask of its `mask_mod` and the batch rows and heads in which that and the lists differ, whether that
+            mask alone keeps the same pairs as with the lists: lists of one batch row fit no other rows of a mask that
+            has more.
     """
 
     lists: tuple[ContentKey | None, ...]
@@ -39,11 +40,11 @@ class _Reading:
     agrees: dict["_MaskKey", bool] = field(default_factory=dict["_MaskKey", bool])
 
 
-_MaskKey = tuple[Fingerprint, tuple[int, int]]
+_MaskKey = tuple[Fingerprint, tuple[int, ...]]
 
 
-def _key(mask: Mask, sizes: CallSizes) -> _MaskKey:
-    return mask.fingerprint(), mask.bind(sizes).broadcast_shape()
+def _key(mask: Mask, sizes: CallSizes, table: Tensor) -> _MaskKey:
+    return mask.fingerprint(), (*mask.bind(sizes).broadcast_shape(), *table.shape[:2])
 
 
 _readings: WeakKeyDictionary[BlockMask, _Reading] = WeakKeyDictionary()
@@ -56,8 +57,11 @@ def mask_of_block_mask(block_mask: BlockMask, sizes: CallSizes, device: torch.de
     """
     own = mask_of_mod(block_mask.mask_mod, sizes, device)
     reading = _read(block_mask)
+    given = reading.partial
+    reading = replace(reading, partial=_of_call(reading.partial, sizes), full=_of_call(reading.full, sizes))
     if _agrees(reading, own, sizes, block_mask.BLOCK_SIZE):
         return own
+    _refuse_fewer(given, sizes)
     partial = MaskTerm(_listed(reading.partial, block_mask.BLOCK_SIZE))
     if isinstance(own, Mask):
         partial = And(partial, own)
@@ -92,9 +96,12 @@ class BlockLists(Mask):
 
     def bind(self, sizes: CallSizes) -> Mask:
         own = True if self.own is None else self.own
-        if _agrees(_Reading((), self.partial, self.full), own, sizes, (self.rows, self.columns)):
+        partial, full = _of_call(self.partial, sizes), _of_call(self.full, sizes)
+        if _agrees(_Reading((), partial, full), own, sizes, (self.rows, self.columns)):
             return (MaskTerm(Constant(True)) if self.own is None else self.own).bind(sizes)
-        return self._together(bool(self.full.any())).bind(sizes)
+        _refuse_fewer(self.partial, sizes)
+        found = BlockLists(partial, full, self.rows, self.columns, self.own)
+        return found._together(bool(full.any())).bind(sizes)
 
     def _together(self, has_full: bool) -> Mask:
         block = self.rows, self.columns
@@ -153,7 +160,7 @@ def remember(made: BlockMask, mask: Mask, sizes: CallSizes, partial: Bools, full
     """Note what the lists of a `BlockMask` are, and that they follow from its mask."""
     if mask.fingerprint().is_cacheable:
         tables = torch.from_numpy(partial), torch.from_numpy(full)
-        _readings[made] = _Reading(_content(made), *tables, {_key(mask, sizes): True})
+        _readings[made] = _Reading(_content(made), *tables, {_key(mask, sizes, tables[0]): True})
 
 
 def _content(block_mask: BlockMask) -> tuple[ContentKey | None, ...]:
@@ -184,6 +191,24 @@ def _dense(counts: Tensor, order: Tensor, columns: int) -> Tensor:
     return dense[..., :columns].contiguous()
 
 
+def _of_call(table: Tensor, sizes: CallSizes) -> Tensor:
+    """The table for the batch rows and heads of a call: the first ones; row b reads row b % rows where it has fewer."""
+    for axis, size in enumerate(sizes[:2]):
+        if table.shape[axis] not in (1, size):
+            table = table.index_select(axis, torch.arange(size, device="cpu") % table.shape[axis])
+    return table
+
+
+def _refuse_fewer(table: Tensor, sizes: CallSizes) -> None:
+    """Raise where torch's own functions differ: on CPUs, GPUs and without torch.compile, rows read different lists."""
+    rows, heads = table.shape[:2]
+    if 1 < rows < sizes.batch or 1 < heads < sizes.heads:
+        raise ProblemError(
+            f"block_mask has lists for {rows} batch rows and {heads} heads, and the call has {sizes.batch} and "
+            f"{sizes.heads}: create one for these, or for 1 where all are alike."
+        )
+
+
 def _checked(lists: Tensor) -> Tensor:
     if lists.ndim < 3:
         raise ProblemError(f"the lists of a BlockMask are {list(lists.shape)}: expected [batch, heads, rows, ...].")
@@ -191,9 +216,15 @@ def _checked(lists: Tensor) -> Tensor:
 
 
 def _agrees(reading: _Reading, own: Mask | bool, sizes: CallSizes, block: tuple[int, int]) -> bool:
+    rows = reading.partial.shape[2]
+    if rows * block[0] < sizes.queries:
+        raise ProblemError(
+            f"block_mask has lists for {rows} blocks of {block[0]} queries, and the call has {sizes.queries} queries: "
+            "a slice of a BlockMask has the seq_lengths of the whole one until you set them."
+        )
     if is_opaque(own):
-        return isinstance(own, Mask) and reading.agrees.get(_key(own, sizes), False)
-    key = _key(own, sizes) if isinstance(own, Mask) else None
+        return isinstance(own, Mask) and reading.agrees.get(_key(own, sizes, reading.partial), False)
+    key = _key(own, sizes, reading.partial) if isinstance(own, Mask) else None
     if key is not None and key in reading.agrees:
         return reading.agrees[key]
     some, every = (torch.from_numpy(found) for found in block_layout(own, sizes, block))

@@ -76,7 +76,8 @@ def taken_apart(term: Term, dtype: str) -> Parts | None:
         parts.scale = float(factor.value)
     else:
         parts.factor = factor
-    return _with_conditions(parts) if isinstance(term, Variable) else None
+    is_score = isinstance(term, Variable) and term.name == "score"
+    return _with_conditions(parts) if is_score else None
 
 
 def _capped(term: Op, cap: Term, parts: Parts, dtype: str) -> Parts | None:

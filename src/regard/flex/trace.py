@@ -220,13 +220,13 @@ class _Recorder(DispatchMode):
             return None
         if alpha != 1:
             scaled = 0 if name == "rsub" else 1  # b - alpha * a, and a + alpha * b
-            terms[scaled] = Op("mul", dtype, cast(Term, terms[scaled]), Constant(_known_number(alpha)))
+            terms[scaled] = Op("mul", dtype, cast(Term, terms[scaled]), Constant(known_number(alpha)))
         return Op(name, dtype, *cast(Any, terms))
 
     def _operand(self, value: Any) -> Term:
         if isinstance(value, Tensor):
             return cast(Term, self.value(value).term)
-        return Constant(_known_number(value))
+        return Constant(known_number(value))
 
     def _indexed(self, table: Tensor, index: list[Any], dtype: str) -> Term | None:
         """`table[index]`, also where the table is itself an indexed table; None where a slice is among them."""
@@ -243,10 +243,10 @@ class _Recorder(DispatchMode):
 def _filled(name: str, args: Any) -> float | None:
     """The number that each element of a new tensor is; None if that is not known."""
     value = FILLING.get(name)
-    return _known_number(args[value]) if isinstance(value, int) else value
+    return known_number(args[value]) if isinstance(value, int) else value
 
 
-def _known_number(value: Any) -> Any:
+def known_number(value: Any) -> Any:
     """The number itself of a float that torch.compile traces as a symbol: for another one it compiles again."""
     return float(value) if isinstance(value, torch.SymFloat) else value
 
