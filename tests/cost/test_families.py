@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -238,6 +239,15 @@ def test_a_config_json_has_the_parameters_that_transformers_makes_of_it(family, 
         assert [kind_of(layer) for layer in model.layers] == list(kinds)
 
 
+LISTS = {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4], "short_conv_kernel_size": 3}
+KIMI = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "linear_attn_config": LISTS}
+"""Entries of a kimi_linear as its authors write them: layers count from 1."""
+
+T5S = ("t5", "mt5", "umt5")
+BARTS = (
+    "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart", "whisper",
+)  # fmt: skip
+
 OLDER = [
     ("axk1", {"first_k_dense_replace": 1, "moe_layer_freq": 2, "num_hidden_layers": 4}),
     ("bloom", {"n_embed": 1024, "num_attention_heads": 16}),
@@ -246,12 +256,21 @@ OLDER = [
     ("dbrx", {"ffn_config": {"moe_num_experts": 8}}),
     ("falcon", {"n_embed": 1024, "num_attention_heads": 16}),
     ("internlm3", {"bias": True, "qkv_bias": True}),
+    ("kimi_linear", KIMI),
+    ("kimi_linear", KIMI | {"linear_attn_config": {**LISTS, "head_dim": 64, "num_heads": 16}}),
+    ("lfm2", {"block_ff_dim": 6656, "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 16}),
+    ("lfm2", {"block_ff_dim": 6656, "intermediate_size": 100}),
     ("lfm2", {"tie_embedding": False}),
     ("lfm2_moe", {"tie_embedding": False}),
     ("minicpm3", {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}),
     ("nemotron_h", {"hybrid_override_pattern": "M-*", "mamba_conv_bias": False}),
     ("nemotron_h", {"hybrid_override_pattern": "M-*", "mamba_d_conv": 3}),
     ("nemotron_h", {"hybrid_override_pattern": "M-*", "mamba_n_groups": 4}),
+    *((family, {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16}) for family in T5S),
+    ("t5", {"num_hidden_layers": 3, "num_layers": 2, "num_heads": 2}),
+    ("t5", {"num_hidden_layers": 3, "num_decoder_layers": 2}),
+    *((family, {"num_hidden_layers": 3}) for family in BARTS),
+    ("bart", {"num_hidden_layers": 3, "encoder_layers": 2, "decoder_layers": 4}),
 ]
 """Entries of config.json that transformers reads and does not write, or that it completes by others."""
 
@@ -416,12 +435,46 @@ def test_a_config_json_without_layer_types_has_the_layers_that_transformers_make
     assert [kind_of(layer) for layer in read.layers] == config.layer_types
 
 
+def test_a_kimi_linear_has_the_layers_of_its_lists():
+    config = auto.configuration_auto.CONFIG_MAPPING["kimi_linear"](**KIMI)
+    read = from_config("m", {"model_type": "kimi_linear", **KIMI})
+    assert [kind_of(layer) for layer in read.layers] == config.layer_types
+    assert [layer.mlp.experts > 1 for layer in read.layers] == [kind == "sparse" for kind in config.mlp_layer_types]
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        ([], r"linear_attn_config is \[\]: expected an object with full_attn_layers and kda_layers"),
+        ({"full_attn_layers": [1]}, "linear_attn_config.kda_layers is None: expected a list of whole numbers"),
+        ({"full_attn_layers": [1], "kda_layers": ["2"]}, "kda_layers has '2': expected a list of whole numbers"),
+        ({"full_attn_layers": [1, 2], "kda_layers": [2, 3, 4]}, "expected each of the layers 1 to 5 once"),
+        ({"full_attn_layers": [0], "kda_layers": [1, 2, 3, 4]}, "expected each of the layers 1 to 5 once"),
+        ({"full_attn_layers": [1], "kda_layers": [2]}, "layer_types has a length of 2, with 5 layers"),
+    ],
+)
+def test_lists_of_a_kimi_linear_that_name_no_layers_are_refused(linear, message):
+    with pytest.raises(ProblemError, match=message):
+        from_config("m", {"model_type": "kimi_linear", **KIMI, "linear_attn_config": linear})
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_full_layers_of_a_minimax_have_its_window(listed):
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2} if listed else {}
     entries = {"model_type": "minimax", "num_hidden_layers": 4, "sliding_window": 8, **kinds}
     layers = from_config("m", entries).layers
     assert {kind_of(layer) for layer in layers} == {"linear_attention", "sliding_attention"}
+
+
+def test_a_note_says_whose_cache_is_larger_in_transformers():
+    settings = {"new_decoder_architecture": True, "num_attention_heads": 16, "hidden_size": 256}
+    grouped, all_heads = (from_config("m", {"model_type": "falcon", **settings, "num_kv_heads": n}) for n in (2, 16))
+    expected = "transformers caches keys and values of all query heads, 8 times what is counted."
+    assert expected in grouped.notes
+    assert not any("transformers" in each for each in all_heads.notes)
+    assert expected.replace("8 times", "29 times") in find_model("falcon-180b").notes
+    kept = "transformers, and regard_cache, keep all tokens in the layers with a window, more than is counted."
+    assert kept in from_config("m", {"model_type": "gpt_neo"}).notes
 
 
 def test_a_gpt_neo_has_the_layers_of_its_groups():
@@ -491,6 +544,38 @@ def test_a_config_json_with_any_entry_wrong_is_counted_or_refused_in_words(famil
                 model = from_config("m", {**base, key: value})
                 assert parameters(model).total > 0
                 assert forward(model, prompt_call(64)).total.flops > 0
+
+
+FAR = [
+    ("gemma3_text", {"sliding_window_pattern": 10**30}, "sliding_window_pattern is 10*: expected 10,000 or fewer"),
+    ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 10**30}, "pattern is 10*: expected 10,000 or fewer"),
+    ("qwen3_next", {"full_attention_interval": 10**30}, "full_attention_interval is 10*: expected 10,000 or fewer"),
+    ("modernbert", {"global_attn_every_n_layers": 10**30}, "n_layers is 10*: expected 10,000 or fewer"),
+    ("smollm3", {"no_rope_layer_interval": 10**30}, "no_rope_layer_interval is 10*: expected 10,000 or fewer"),
+    ("gpt_neo", {"attention_types": [[["global"], 10**30]]}, "attention_layers has a length of 10001, with 24 layers"),
+    *(
+        ("lfm2", {"block_ffn_dim_multiplier": each}, "expected a number above 0, 1,000 at most")
+        for each in (math.nan, math.inf, 1e30, -1.0)
+    ),
+    ("bert", {"is_decoder": "false"}, "is_decoder is 'false': expected true or false"),
+    ("falcon", {"parallel_attn": "true"}, "parallel_attn is 'true': expected true or false"),
+    ("llama", {"is_encoder_decoder": "false"}, "is_encoder_decoder is 'false': expected true or false"),
+]
+"""Numbers that no model has, and texts for true and false."""
+
+
+@pytest.mark.parametrize(("family", "settings", "message"), FAR, ids=[f"{each[0]}-{i}" for i, each in enumerate(FAR)])
+def test_numbers_that_no_model_has_and_texts_for_true_and_false_are_refused(family, settings, message):
+    with pytest.raises(ProblemError, match=f"^m: .*{message}"):
+        from_config("m", {"model_type": family, **settings})
+
+
+def test_a_cohere2_moe_may_have_only_dense_layers():
+    first, all_dense = ({"first_k_dense_replace": each, "num_hidden_layers": 7} for each in (10**30, 7))
+    assert (
+        from_config("m", {"model_type": "cohere2_moe", **first}).layers
+        == from_config("m", {"model_type": "cohere2_moe", **all_dense}).layers
+    )
 
 
 def test_sizes_of_recurrent_layers_are_checked():

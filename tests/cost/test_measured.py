@@ -240,6 +240,21 @@ def test_keys_and_values_of_cross_attention_stay_as_they_are(codec, kind):
     assert cache.bytes == cache_bytes(from_config("m", config.to_dict()), 300, storage=Storage(kind))
 
 
+@pytest.mark.parametrize(("codec", "kind"), [(None, "bfloat16"), (Int8(), "int8"), (Int4(), "int4")])
+def test_windows_beside_layers_of_full_attention_stay_as_they_are(codec, kind):
+    auto = pytest.importorskip("transformers.models.auto")
+    settings = {**SMALL["qwen3"], "num_hidden_layers": 3, "vocab_size": 101, "intermediate_size": 96}
+    settings |= {"sliding_window": 256, "sliding_window_pattern": 3}
+    config = auto.configuration_auto.CONFIG_MAPPING["gemma3_text"](**settings)
+    model = use_regard(auto.AutoModelForCausalLM.from_config(config).eval().bfloat16())
+    cache = regard_cache(model, codec=codec)
+    with torch.no_grad():
+        for count in (700, 1):
+            model(torch.zeros(1, count, dtype=torch.long), use_cache=True, **as_argument(model, cache))
+    counted = cache_bytes(from_config("m", config.to_dict()), 701, storage=Storage(kind))
+    assert cache.bytes == pytest.approx(counted, rel=0.01)  # a window may store its last token or leave it to the next
+
+
 def test_every_layer_of_a_qwen3_moe_has_its_window():
     auto = pytest.importorskip("transformers.models.auto")
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 101}

@@ -159,8 +159,11 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         ({"model_type": "dots1", "n_routed_experts": 1}, "^m has one expert"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 0}, "^m has no expert, with a router that is not counted: "),
         ({"model_type": "mixtral", "num_local_experts": 0}, "^m has no expert"),
-        ({"model_type": "bart", "encoder_layers": 10**8}, "^m: encoder_layers is 100000000: expected 10,000 or fewer"),
-        ({"model_type": "bart", "encoder_layers": 0}, "^m: encoder_layers is 0: expected 1 or more.$"),
+        (
+            {"model_type": "bart", "num_hidden_layers": None, "encoder_layers": 10**8},
+            "^m: encoder_layers is 100000000: expected 10,000 or fewer",
+        ),
+        ({"model_type": "bart", "num_hidden_layers": 0}, "^m: encoder_layers is 0: expected 1 or more.$"),
         (
             {"model_type": "laguna", "num_attention_heads_per_layer": [4, 8]},
             r"^m: num_attention_heads_per_layer is \[4, 8\]: heads that differ between the layers are not counted.$",

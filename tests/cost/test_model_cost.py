@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -127,9 +128,32 @@ def test_shared_caches_store_and_project_nothing():
 def test_a_step_reads_a_shared_cache_as_it_is_stored(kind):
     c = cost("gemma-3n-e4b", context=4096, storage=kind)
     attentions = [layer.attention for layer in c.model.layers]
-    stored = sum(stored_bytes(replace(a, shares_cache=False), 4096, c.storage, 2) for a in attentions)
+    own = [replace(a, shares_cache=False) for a in attentions]
+    stored = sum(stored_bytes(a, 4096, Storage() if a.pattern.window else c.storage, 2) for a in own)
     rows = sum(a.heads * (a.qk_dim + a.v_dim) * 2 for a in attentions)
     assert c.step.attention.moved == pytest.approx(stored + rows, rel=1e-6)
+
+
+def mixed(pattern: str) -> Model:
+    return tiny(layers=len(pattern), pattern=pattern, window=1024, chunk=1024)
+
+
+@pytest.mark.parametrize("count", [token_bytes, partial(cache_bytes, context=8192)], ids=["token", "cache"])
+def test_a_codec_leaves_windows_and_chunks_beside_layers_of_full_attention_plain(count):
+    codes = Storage("int4")
+    assert count(mixed("fsc"), storage=codes) == count(mixed("f"), storage=codes) + count(mixed("sc"))
+    assert count(mixed("sc"), storage=codes) == 2 * count(mixed("s"), storage=codes) != 2 * count(mixed("s"))
+
+
+def test_a_step_reads_windows_in_the_type_in_which_they_are_stored():
+    moved = [cost(mixed("fs"), context=8192, storage=kind).step.attention.moved for kind in ("bfloat16", "float32")]
+    assert moved[1] / moved[0] == pytest.approx(2, rel=0.001)
+
+
+def test_a_window_that_a_policy_keeps_has_codes_beside_a_window_of_the_model():
+    changed = with_window(mixed("fs"), 4096, 4)
+    coded = cache_bytes(with_window(mixed("f"), 4096, 4), 8192, storage=Storage("int4"))
+    assert cache_bytes(changed, 8192, storage=Storage("int4")) == coded + cache_bytes(mixed("s"), 8192)
 
 
 def test_chinchillas_rule_holds_for_long_training():

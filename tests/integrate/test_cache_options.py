@@ -21,6 +21,8 @@ from transformers import (
     Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import regard.integrate
@@ -95,6 +97,18 @@ def test_it_says_who_gets_tensors_and_why(name: str, attention: str, message: st
     cache = regard_cache(model(name), codec=INT8)
     written(model(name), prompt(), cache)
     assert message in cache.explain()
+
+
+def test_a_decoder_with_fewer_layers_than_its_encoder_has_a_cache_of_its_own_layers():
+    sizes: dict[str, Any] = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    config = T5Config(**sizes, num_layers=3, num_decoder_layers=2, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    m: Any = T5ForConditionalGeneration(config).eval()
+    settings: Any = {"max_new_tokens": 5, "do_sample": False}
+    expected = m.generate(prompt(), **settings)
+    cache: Any = regard_cache(m)
+    assert len(cache.self_attention_cache.layers) == 2
+    assert torch.equal(m.generate(prompt(), **with_cache(cache), **settings), expected)
 
 
 def test_it_prints_in_a_line():

@@ -16,6 +16,9 @@ BERTS = (
 )  # fmt: skip
 """Encoders that are decoders where `is_decoder` is true."""
 
+MOST_WIDTHS = 1_000
+"""A larger `block_ffn_dim_multiplier` is a damaged file."""
+
 
 def add_family(name: str, family: str, config: Entries, fields: Fields) -> None:
     """Set the fields that the rule of the family says, if it has one.
@@ -53,6 +56,8 @@ def _falcon(name: str, config: Entries, fields: Fields) -> None:
     fields["norms"] = 1 if config.get("parallel_attn", True) and parallel != 2 else 2
     if not grouped:
         _multi_query(name, config, fields)
+    elif (times := fields.get("heads", 0) // (fields.get("kv_heads") or 1)) > 1:
+        fields["notes"] = [f"transformers caches keys and values of all query heads, {times} times what is counted."]
     fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = bool(config.get("bias", False))
 
 
@@ -85,8 +90,9 @@ def _lfm2(name: str, config: Entries, fields: Fields) -> None:
     if not config.get("block_auto_adjust_ff_dim"):
         return
     multiple, share = config.get("block_multiple_of", 256), config.get("block_ffn_dim_multiplier") or 1
-    if not isinstance(share, int | float) or share < 0:
-        raise ProblemError(f"{name}: block_ffn_dim_multiplier is {share!r}: expected a number above 0.")
+    if not isinstance(share, int | float) or not 0 < share <= MOST_WIDTHS:
+        expected = f"a number above 0, {MOST_WIDTHS:,} at most"
+        raise ProblemError(f"{name}: block_ffn_dim_multiplier is {share!r}: expected {expected}.")
     fields["mlp"] = -(-int(share * (2 * fields["mlp"] // 3)) // multiple) * multiple
 
 

@@ -133,7 +133,7 @@ def _every(default: int) -> Callable[[Entries, int], str]:
 
 def _cohere2_moe(config: Entries, layers: int) -> str:
     letters = _every(4)(config, layers)
-    dense = config.get("first_k_dense_replace") or 0  # these count on their own
+    dense = min(config.get("first_k_dense_replace") or 0, layers)  # these count on their own
     before = "s" * (config.get("prefix_dense_sliding_window_pattern", 1) - 1) + "f"
     return _repeated(before, dense) + _repeated(letters, layers - dense) if dense else letters
 

@@ -213,6 +213,12 @@ class Model:
         """Whether it generates tokens."""
         return any(layer.recurrent or (layer.attention and layer.attention.pattern.causal) for layer in self.layers)
 
+    @cached_property
+    def has_local_and_full(self) -> bool:
+        """Whether some layers of a decoder have a window, or chunks, and others have none."""
+        own = (layer.attention for layer in self.counted_layers if layer.attention)
+        return len({a.pattern.is_local for a in own if a.pattern.causal}) == 2
+
     @property
     def attention(self) -> Attention | None:
         """The attention of the first layer that has one."""

@@ -100,6 +100,11 @@ class Pattern:
             return min(context, self.chunk)
         return context if self.window is None else min(context, self.window + self.sinks)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is the window, or the chunks, of a model; one with sinks is what a cache keeps of others."""
+        return bool(self.chunk) or (self.window is not None and not self.sinks)
+
     def __str__(self) -> str:
         if self.window is not None:
             sinks = f" + {self.sinks} sinks" if self.sinks else ""

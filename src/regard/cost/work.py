@@ -10,7 +10,7 @@ from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import attention_weights, mlp_weights
 from regard.cost.products import attention_flops, attention_gradient_flops, latent_flops
 from regard.cost.recurrent import Recurrent
-from regard.cost.storage import ITEMS, Storage, stored_bytes
+from regard.cost.storage import ITEMS, Storage, stays_plain, stored_bytes
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ def forward(model: Model, call: Call) -> Parts:
     4.399120252928
     """
     parts, source = Parts(), model.source_length(call.source)
+    plain = replace(call, storage=None)
     for layer, count in model.counted_layers.items():
-        parts += _layer(layer, model.d_model, call, call.queries, source) * count
+        own = plain if call.storage and stays_plain(model, layer.attention, call.storage) else call
+        parts += _layer(layer, model.d_model, own, call.queries, source) * count
     if call.runs_encoder:
         for layer, count in model.counted_encoder.items():
             parts += _layer(layer, model.d_model, replace(call, past=0), source, source) * count

@@ -94,8 +94,9 @@ def layers_of(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     kinds, details = get_layer_types_and_kwargs(config)
     if isinstance(details, dict):  # up to transformers 5.18 the same for all layers
         details = [details] * len(kinds)
+    own = getattr(config, "num_decoder_layers", None)  # T5's num_hidden_layers are those of its encoder
     crossing = getattr(config, "cross_attention_layers", None) or ()
-    return [CROSS if i in crossing else kind for i, kind in enumerate(kinds)], details
+    return [CROSS if i in crossing else kind for i, kind in enumerate(kinds[:own])], details[:own]
 
 
 def config_of_layer(config: Any, layer: int) -> Any:
