@@ -7,6 +7,7 @@ arXiv:1805.02867, §3; the states of FlashInfer, Ye et al. 2025, arXiv:2501.0100
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import cast
 
 import torch
@@ -89,6 +90,8 @@ class State:
             raise ProblemError(
                 f"sink logits are on {logits.device} and the state is on {self.lse.device}: they must be on one device."
             )
+        if type(self.lse).__name__ == "DTensor" != type(logits).__name__:  # only who has DTensors needs the module
+            return import_module("regard.parallel.placement").with_sink_placed(self, logits)
         return fold_sink(self, logits.to(self.lse.dtype)[:, None])
 
     def _check(self) -> None:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import regard.parallel.ring as parallel_ring
 from regard import Causal, State
 from regard.cache import KVCache
 from regard.parallel import (
@@ -116,6 +117,26 @@ def decode(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, layout: Lay
     return attend_sharded(q, shard(k, layout, rank), shard(v, layout, rank), layout=layout, **more)
 
 
+def decode_compiled(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    """`decode` in a function that torch.compile compiles."""
+    return cast(Any, torch.compile(decode, backend="eager"))(rank, size, q=q, k=k, v=v, layout=layout, timeout=4.0)
+
+
+def fill_and_decode_compiled(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The outputs of steps that torch.compile compiles, over an own cache: each token is appended and attends."""
+    cache = ShardedCache(block=2, timeout=4.0)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k + 0, v + 0)
+        out = cache.attend(q + 0, mask=Causal()) + 0
+        cache.append(k, v)
+        cache.crop(cache.tokens - 1)
+        return out
+
+    compiled: Any = torch.compile(step, backend="eager")
+    return [compiled(*(t[:, :, i : i + 1] for t in (q, k, v))) for i in range(q.shape[2])]
+
+
 def decode_in_three(rank: int, size: int, **more: Any) -> Tensor | None:
     """`decode` on the first three ranks."""
     group = dist.new_group([0, 1, 2])
@@ -168,6 +189,36 @@ def decode_from_other_caches(rank: int, size: int, *, q: Tensor, k: Tensor, v: T
     cache = ShardedCache(block=4 if rank < size - 1 else 5, timeout=timeout)
     cache.append(k, v)
     cache.attend(q[:, :, -1:])
+
+
+def ring_after_an_error(rank: int, size: int, *, failing: str, timeout: float, **more: Any) -> Any:
+    """`ring`, after calls in which each rank raised an error while messages travelled.
+
+    Args:
+        failing: the function of `regard.parallel.ring` that raises it.
+    """
+    for _ in range(3):
+        error = MemoryError("not this time")
+        with patch.object(parallel_ring, failing, side_effect=error), suppress(MemoryError):
+            ring(rank, size, scale=0.1, timeout=timeout, **more)
+    return ring(rank, size, timeout=timeout, **more)
+
+
+def decode_wrongly(
+    rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], timeout: float, **more: Any
+) -> None:
+    """A step over a cache all of whose tokens are on the first rank."""
+    cache = ShardedCache(KVCache(**options), timeout=timeout)
+    cache.append(k, v)
+    cache.attend(q, **more)
+
+
+def decode_from_empty_cache(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, timeout: float) -> None:
+    """A step over a cache to which the first rank appended nothing."""
+    cache = ShardedCache(timeout=timeout)
+    if rank:
+        cache.append(k, v)
+    cache.attend(q)
 
 
 def end(rank: int, size: int, **more: Any) -> None:

@@ -284,6 +284,10 @@ def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | No
     torch.testing.assert_close(
         cast(DTensor, state.lse).full_tensor(), attend_state(*whole, mask=mask).lse, atol=1e-5, rtol=1e-4
     )
+    for logits in (sink, column):
+        found = cast(DTensor, state.with_sink(logits))
+        assert found.placements == placements
+        torch.testing.assert_close(found.full_tensor(), expected, atol=1e-5, rtol=1e-4)
 
 
 def compiled(rank: int, size: int, *, tokens: int) -> None:

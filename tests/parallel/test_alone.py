@@ -1,5 +1,6 @@
 """What one process shows: a group of one rank, errors that name what to do, compiled functions."""
 
+import re
 from collections.abc import Callable, Generator
 from fractions import Fraction
 from functools import partial
@@ -118,6 +119,9 @@ def test_wrong_arguments_are_named():
             attend_sharded(q, k, v, layout=layout)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="layout is 'zigzag': expected a Layout"):
         ShardedCache().append(k, v, layout="zigzag")  # pyright: ignore[reportArgumentType]
+    for function in (ring_attend, ulysses_attend, partial(attend_sharded, layout=Layout.contiguous(53, 1))):
+        with pytest.raises(ProblemError, match="q is ndarray: expected a tensor"):
+            function(q.numpy(), k, v)
     with pytest.raises(ProblemError, match="k is NoneType: expected a tensor"):
         attend_sharded(q, None, v, layout=Layout.contiguous(53, 1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="is for inference, and a tensor requires a gradient"):
@@ -130,3 +134,32 @@ def test_wrong_arguments_are_named():
         ShardedCache().attend(q)
     with pytest.raises(ProblemError, match=r"crop\(3\): expected 0 to 0"):
         ShardedCache().crop(3)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("layout", [None, Layout.contiguous(53, 1)])
+def test_what_is_appended_is_checked_as_in_a_cache_of_one_process(layout: Layout | None):
+    _, k, v = qkv()
+    wrong: list[Any] = [(k.numpy(), v), (k, v.numpy()), (k[0], v[0]), (k, None), (k, v[:, :, :9])]
+    for pair in wrong:
+        with pytest.raises(ProblemError) as expected:
+            KVCache().append(*pair)
+        cache = ShardedCache()
+        with pytest.raises(ProblemError, match=f"^{re.escape(str(expected.value))}$"):
+            cache.append(*pair, layout=layout)
+        assert cache.tokens == 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_tokens_that_are_appended_one_at_a_time_are_remembered_as_one_run():
+    """A list with an entry for each would make every step slower than the last."""
+    cache = ShardedCache(block=4)
+    for at in range(9):
+        cache.append(*(t[:, :, at : at + 1] for t in qkv()[1:]))
+    assert cache._runs == [(range(9), 0)]  # pyright: ignore[reportPrivateUsage]
+    cache.crop(5)
+    cache.append(*(t[:, :, 5:8] for t in qkv()[1:]))
+    assert (cache.tokens, cache.counts) == (8, (8,))
+    assert torch.equal(
+        cache.attend(qkv()[0][:, :, 7:8]), attend(qkv()[0][:, :, 7:8], *(t[:, :, :8] for t in qkv()[1:]))
+    )

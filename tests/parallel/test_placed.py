@@ -1,5 +1,6 @@
 """A mask for some of the queries and keys of a sequence is the mask of the sequence at their positions."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ def test_pieces_are_positions():
     layout = Layout.zigzag(N, 3)
     assert positions_of(pieces_of(layout.positions(1))).tolist() == layout.indices(1).tolist()
     assert positions_of(((2, 5, 2, 4),)).tolist() == [2, 3, 6, 7, 10]
+
+
+def test_the_positions_of_many_tokens_are_not_kept_for_ever():
+    tokens = range(1 << 20, (1 << 20) + 20)
+    kept = [weakref.ref(positions_of(((0, n, n, n),))) for n in tokens]
+    assert sum(at.nbytes for each in kept if (at := each()) is not None) <= 64 << 20
 
 
 @spec

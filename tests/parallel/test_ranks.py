@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from regard import Causal, KeyLengths, ProblemError, Window
+from regard.cache import Int8, Paged
 from regard.parallel import Layout, RankError
 from regard.parallel.ranks import Message, Ranks
 from tests.parallel import cases
-from tests.parallel.comparing import N, some
+from tests.parallel.comparing import N, assert_close, in_one_process, joined, layouts, some
 from tests.parallel.workers import Workers, workers
 
 TIMEOUT = 4.0
@@ -127,6 +128,35 @@ def test_ranks_whose_caches_have_other_blocks_are_reported_on_every_rank(trio: W
         assert seconds < TIMEOUT
 
 
+@pytest.mark.parametrize("options", [{}, {"layout": Paged(page=8)}, {"layout": Paged(page=32), "codec": Int8()}])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"q": torch.randn(2, 4, 1, 16).double()}, "q is torch.float64, k torch.float32 and v torch.float32"),
+        ({"q": torch.randn(2, 4, 1, 32)}, "q has 32 dimensions and k 16"),
+        ({"q": torch.randn(2, 3, 1, 16)}, "q has 3 heads and k has 2"),
+        ({"q": torch.randn(3, 4, 1, 16)}, "q has 3 batch rows, k 2 and v 2"),
+        ({"softcap": 3.0, "backend": "sdpa"}, "The backend 'sdpa' cannot run this"),
+    ],
+)
+def test_wrong_arguments_of_decoding_are_reported_on_ranks_without_tokens_too(
+    trio: Workers, options: dict[str, Any], change: dict[str, Any], text: str
+):
+    tensors = some()
+    words = {"k": tensors["k"], "v": tensors["v"], "q": tensors["q"][:, :, -1:], "options": options, "timeout": TIMEOUT}
+    for error, seconds in trio.failing(cases.decode_wrongly, {}, **(words | change)):
+        assert text in str(error)
+        assert seconds < TIMEOUT
+
+
+def test_an_empty_cache_on_one_rank_is_reported_on_every_rank(trio: Workers):
+    tensors = some()
+    del tensors["dout"]
+    for error, seconds in trio.failing(cases.decode_from_empty_cache, {}, **tensors, timeout=TIMEOUT):
+        assert "attend over an empty ShardedCache: append tokens first" in str(error)
+        assert seconds < TIMEOUT
+
+
 @pytest.mark.exhaustive
 def test_ranks_that_decode_another_step_of_a_form_that_they_know_are_reported(three: Workers):
     words: dict[str, Any] = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "run": cases.decode}
@@ -224,6 +254,18 @@ def test_a_wrong_argument_on_one_rank_is_reported_on_every_rank(trio: Workers):
     found = trio.failing(cases.ring_with, {}, change=change, shards=Layout.zigzag(N, 3), **more)
     for error, _ in found:
         assert "q has 18 tokens on rank 1 of the group, and layout gives it 0 of 53" in str(error)
+
+
+@pytest.mark.parametrize("failing", ["state_of", "gradients_of"])
+@pytest.mark.parametrize("name", ["contiguous", "one rank has nothing"])
+def test_the_call_after_an_error_is_right(trio: Workers, failing: str, name: str):
+    """Messages were under way, in the forward or in the backward pass."""
+    tensors, layout = some(tokens=900), layouts(3, 900)[name]
+    found = trio.run(cases.ring_after_an_error, failing=failing, **tensors, layout=layout, timeout=2.0)
+    out, grads = in_one_process(**tensors)
+    whole, whole_grads = joined(found, layout, layout)
+    for own, exact in zip([whole, *whole_grads], [out, *grads], strict=True):
+        assert_close(own, exact)
 
 
 @pytest.mark.parametrize(("function", "ranks"), [(cases.ring_tried_again, 3), (cases.ring_of_other_members, 2)])

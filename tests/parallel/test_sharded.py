@@ -30,6 +30,22 @@ def test_every_rank_gets_the_output_of_one_process(four: Workers, name: str, cal
     assert all(torch.equal(found[0], each) for each in found)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "reference", "native"])
+def test_a_rank_without_keys_takes_the_backend_of_the_others(pair: Workers, backend: str):
+    q, k = some(tokens=6)["q"], some(tokens=6)["k"]
+    for out in pair.run(cases.decode, q=q, k=k, v=k, layout=Layout.of_counts([6, 0]), backend=backend):
+        torch.testing.assert_close(out, attend(q, k, k))
+
+
+def test_compiled_functions_may_decode(pair: Workers):
+    tensors = some(tokens=6)
+    q, k, v = (tensors[name] for name in "qkv")
+    for out in pair.run(cases.decode_compiled, q=q, k=k, v=v, layout=Layout.contiguous(6, 2)):
+        torch.testing.assert_close(out, attend(q, k, v))
+    for outs in pair.run(cases.fill_and_decode_compiled, q=q, k=k, v=v):
+        torch.testing.assert_close(torch.cat(outs, 2), attend(q, k, v, mask=Causal()))
+
+
 def test_three_ranks_are_a_tree_as_well(four: Workers):
     tensors = some()
     q, k, v = tensors["q"][:, :, :3], tensors["k"], tensors["v"]

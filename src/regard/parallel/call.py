@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def pose(groups: Sequence[Ranks], a: Arguments, place: Place) -> tuple[ShardedCa
 
 
 def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedCall]:
-    if torch.is_autocast_enabled(a.q.device.type):
+    if isinstance(cast(object, a.q), Tensor) and torch.is_autocast_enabled(a.q.device.type):
         q, k, v = cast_by_autocast(a.q, a.k, a.v)
         a = a._replace(q=q, k=k, v=v)  # pyright: ignore[reportArgumentType]
     check_tensors(a.q, a.k, a.v)

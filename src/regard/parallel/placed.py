@@ -6,7 +6,6 @@ of positions is a union of intervals of indices, and a rectangle of indices is w
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.interval import Edge, Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, intervals_of
+from regard.describe.recent import Recent
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
 
@@ -31,16 +31,21 @@ def pieces_of(runs: Sequence[range]) -> Pieces:
     return tuple((r.start, len(r), 1, r.step) if r.step > 1 else (r.start, len(r), len(r), len(r)) for r in runs if r)
 
 
-@lru_cache(maxsize=1024)
+_kept: Recent[Pieces, Ints] = Recent(entries=1024, nbytes=64 << 20, size=lambda at: at.nbytes)
+
+
 def positions_of(pieces: Pieces) -> Ints:
     """The position of each token, [tokens].
 
     >>> positions_of(((0, 2, 2, 2), (8, 4, 2, 4))).tolist()
     [0, 1, 8, 9, 12, 13]
     """
-    each = [_positions(piece, np.arange(piece[1])) for piece in pieces]
-    found = np.concatenate([np.zeros(0, np.int64), *each])
-    found.flags.writeable = False
+    found = _kept.get(pieces)
+    if found is None:
+        each = [_positions(piece, np.arange(piece[1])) for piece in pieces]
+        found = np.concatenate([np.zeros(0, np.int64), *each])
+        found.flags.writeable = False
+        _kept.put(pieces, found)
     return found
 
 

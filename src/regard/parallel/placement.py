@@ -23,6 +23,7 @@ from regard.describe.mask import CallSizes
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.layout import Layout
 from regard.parallel.ring import ring_attend, ring_attend_state
+from regard.parallel.untraced import untraced
 from regard.plan.checks import check_specs
 from regard.plan.request import Request
 from regard.state import State
@@ -62,6 +63,18 @@ def _attend_untraced(request: Request) -> State:
     state = _run(local, ring)
     out = _whole(state.out, q, (*q.shape[:3], v.shape[3]))
     return State(out, _whole(state.lse, q, tuple(q.shape[:3])) if request.lse else state.lse)
+
+
+@untraced
+def with_sink_placed(state: State, logits: Tensor) -> Tensor:
+    """`State.with_sink` of a state of DTensors and logits that every rank has."""
+    out, lse = cast(DTensor, state.out), cast(DTensor, state.lse)
+    if out.placements != lse.placements or not all(map(_is_known, out.placements)):
+        raise ProblemError(
+            f"a State has out {out.placements} and lse {lse.placements}: expected those of attend_state."
+        )
+    local = State(out.to_local(), lse.to_local()).with_sink(cast(Tensor, _local_sink(logits, out)))
+    return _whole(local, out, tuple(out.shape))
 
 
 def _run(local: Request, ring: _Ring | None) -> State:

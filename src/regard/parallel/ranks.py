@@ -27,7 +27,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
@@ -200,6 +201,21 @@ class Ranks:
         texts = {rank: self._read(key) for rank, key in keys.items()}
         if len(set(texts.values())) > 1:
             raise ProblemError(self._difference(texts.items()))
+
+    @contextmanager
+    def sending(self, messages: Sequence[Message]) -> Generator[None]:
+        """Messages travel in the block, and have arrived at its end.
+
+        An error in the block waits for them, too: half of a message would stop all that this process sends later.
+        """
+        pending = self.start(messages)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # a rank that is lost is told by the next call
+                self.wait(pending)
+            raise
+        self.wait(pending)
 
     def start(self, messages: Sequence[Message]) -> Pending:
         """Start transfers; NCCL, which knows no tags, tells messages between two ranks apart by their order."""

@@ -96,6 +96,11 @@ def state_of(formula: Formula, part: Part) -> State:
     return State(torch.cat([row.out for row in rows], 2), torch.cat([row.lse for row in rows], 2))
 
 
+def check_can_run(formula: Formula, part: Part) -> None:
+    """Raise the error of `state_of` if its backend cannot run the part."""
+    _prepared(formula, part)
+
+
 def gradients_of(formula: Formula, part: Part, total: State, dout: Tensor, dlse: Tensor) -> Gradients:
     """The gradients of a part, from the state of the queries over all keys; all in float32 or wider.
 

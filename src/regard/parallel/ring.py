@@ -180,12 +180,11 @@ class Ring:
         blocks = self._own_blocks(k, v)
         for step in range(self.call.route.steps + 1):
             arriving, messages = self._travel(blocks, step, k, v)
-            pending = self.ranks.start(messages)
-            for visit in self._computed(step):
-                part = self._part(q, k, v, visit.origin, blocks.get(visit.way))
-                state = state_of(self._formula(visit.origin), part)
-                total = state if total is None else total | state
-            self.ranks.wait(pending)
+            with self.ranks.sending(messages):
+                for visit in self._computed(step):
+                    part = self._part(q, k, v, visit.origin, blocks.get(visit.way))
+                    state = state_of(self._formula(visit.origin), part)
+                    total = state if total is None else total | state
             blocks = arriving
         total = total or empty_state(q, v.shape[3])
         return total.out, total.lse
@@ -207,15 +206,14 @@ class Ring:
         for step in range(route.steps + 2):
             arriving, messages = self._travel(blocks, step, k, v)
             received, home, following = self._follow(sums, step, k, v)
-            pending = self.ranks.start([*messages, *following])
             sums = {visit.way: self._empty(visit.origin, k, v, wide_of(k.dtype)).zero_() for visit in self._here(step)}
-            for visit in self._computed(step):
-                part = self._part(q, k, v, visit.origin, blocks.get(visit.way))
-                found = gradients_of(self._formula(visit.origin), part, State(*total), dout, dlse)
-                dq += found.q
-                more = added(more, found.more)
-                (sums[visit.way] if step else own).add_(packed(found.k, found.v))
-            self.ranks.wait(pending)
+            with self.ranks.sending([*messages, *following]):
+                for visit in self._computed(step):
+                    part = self._part(q, k, v, visit.origin, blocks.get(visit.way))
+                    found = gradients_of(self._formula(visit.origin), part, State(*total), dout, dlse)
+                    dq += found.q
+                    more = added(more, found.more)
+                    (sums[visit.way] if step else own).add_(packed(found.k, found.v))
             for way, before in received.items():
                 sums[way] += before
             for each in home:

@@ -16,7 +16,7 @@ from regard.backend.contract import Backend
 from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
-from regard.describe.score import Score
+from regard.describe.score import Dot, Score
 from regard.describe.suggestions import suggest_keywords
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
@@ -24,13 +24,15 @@ from regard.parallel.call import Place, check_layout, first_position, form_of, n
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
-from regard.parallel.rectangle import Formula, Part, empty_state, state_of
+from regard.parallel.rectangle import Formula, Part, check_can_run, empty_state, state_of
+from regard.parallel.untraced import untraced
 from regard.plan.checks import check_numbers, check_readable, check_sink, check_specs, check_tensors
 from regard.state import State
 from regard.storage.stored import StoredTensor
 
 
 @suggest_keywords
+@untraced
 def attend_sharded(
     q: Tensor,
     k: Tensor,
@@ -132,6 +134,9 @@ def attend_keys(
     ranks.agree((ranks.function, type(formula.mask), *form.values()), lambda: form_text, now)
     with torch.no_grad():
         queries = ((first, q.shape[2], q.shape[2], q.shape[2]),)
+        if bound.backend is not None and not keys.own and keys.tokens:
+            key, value = (q.new_zeros(q.shape[0], t.shape[1], 1, t.shape[3]) for t in (k, v))
+            check_can_run(bound, Part(q, key, value, queries, ((0, 1, 1, 1),)))  # else it waits for ranks that refuse
         state = state_of(bound, Part(q, k, v, queries, keys.own)) if keys.own else empty_state(q, v.shape[3])
         total = merged(ranks, state)
         return (total.out if sink is None else total.with_sink(sink)).to(q.dtype)
@@ -163,12 +168,9 @@ def _bound(
     check_specs(f.mask, f.bias, f.score)
     check_numbers(f.scale, f.softcap, f.dropout)
     check_backend(f.backend)
-    k, v = stored
-    check_readable("q", q, "a tensor [batch, heads, queries, qk_dim]")
-    if q.ndim != 4:
-        raise ProblemError(f"q has shape {list(q.shape)}: expected [batch, heads, queries, qk_dim].")
-    if not isinstance(k, StoredTensor) and not isinstance(v, StoredTensor):
-        check_tensors(q, k, v)
+    k, v = (t.placeholder if isinstance(t, StoredTensor) else t for t in stored)
+    check_tensors(q, k, v)
+    (f.score or Dot()).dim(q.shape[3], k.shape[3])  # raises an error if it does not take them
     check_sink(sink, q.shape[1], q)
     learned = (q, *(t for t in (*stored, sink) if isinstance(t, Tensor)), *f.tensors())
     if torch.is_grad_enabled() and any(t.requires_grad for t in learned):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from regard.backend.contract import Backend
+from regard.cache.check import form_of
 from regard.cache.kv_cache import KVCache
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -22,6 +23,7 @@ from regard.parallel.placed import Pieces, pieces_of, positions_of
 from regard.parallel.ranks import TIMEOUT, Ranks
 from regard.parallel.rectangle import Formula
 from regard.parallel.sharded import Keys, attend_keys
+from regard.parallel.untraced import untraced
 from regard.storage.stored import Contiguous, Latent, Paged
 
 
@@ -71,9 +73,10 @@ class ShardedCache:
             )
         self._block, self._group, self._timeout = whole(block, "block", "tokens", least=1), group, timeout
         self._ranks = Ranks(group, timeout, "ShardedCache")
-        self._runs: list[tuple[range, int]] = []
+        self._runs: list[tuple[range, int]] = []  # each as long as possible
+        self._counts = [0] * self._ranks.size
         self._pieces: Pieces = ()
-        self._checksum = 0  # of the runs: the same on every rank
+        self._checksum = 0  # of all runs but the last: the same on every rank
         self._none: tuple[Tensor, Tensor | None] | None = None
 
     @property
@@ -89,11 +92,9 @@ class ShardedCache:
     @property
     def counts(self) -> tuple[int, ...]:
         """How many tokens each rank stores."""
-        found = [0] * self._ranks.size
-        for run, rank in self._runs:
-            found[rank] += len(run)
-        return tuple(found)
+        return tuple(self._counts)
 
+    @untraced
     def append(self, k: Tensor, v: Tensor | None = None, *, layout: Layout | None = None) -> None:
         """Store new tokens; waits for no rank.
 
@@ -105,6 +106,7 @@ class ShardedCache:
         Raises:
             ProblemError: as `KVCache.append`; or k does not have the tokens that the layout gives this rank.
         """
+        form_of(k, v, self._cache.layout)  # raises an error if they are no keys and values
         runs = self._dealt(k.shape[2]) if layout is None else self._placed(layout, k)
         own = [run for run, rank in runs if rank == self._ranks.rank]
         if layout is None:
@@ -112,10 +114,11 @@ class ShardedCache:
             k, v = k.index_select(2, at), None if v is None else v.index_select(2, at)
         self._cache.append(k, v)
         self._none = k[:, :, :0], None if v is None else v[:, :, :0]
-        self._runs += runs
-        self._checksum = reduce(extended_checksum, runs, self._checksum)
+        for run, rank in runs:
+            self._add(run, rank)
         self._pieces = reduce(extended, own, self._pieces)
 
+    @untraced
     def attend(
         self,
         q: Tensor,
@@ -137,14 +140,16 @@ class ShardedCache:
         Returns:
             [batch, heads, queries, v_dim], the same bits on every rank.
         """
-        if self._none is None or not self.tokens:
-            raise ProblemError("attend over an empty ShardedCache: append tokens first.")
         ranks = Ranks(self._group, self._timeout, "ShardedCache.attend")
+        if self._none is None or not self.tokens:
+            ranks.refuse(why := "attend over an empty ShardedCache: append tokens first.")
+            raise ProblemError(why)
         formula = Formula(mask, bias, score, scale, softcap, 0.0, backend)
         k, v = self._cache.append(*self._none)  # no tokens: to read what is stored
-        keys = Keys(self.tokens, self._pieces, f"{self._checksum:08x}")
+        keys = Keys(self.tokens, self._pieces, f"{extended_checksum(self._checksum, self._runs[-1]):08x}")
         return attend_keys(ranks, formula, sink, q, (k, v), keys, offset)
 
+    @untraced
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` tokens, for example drafts that were not accepted; waits for no rank."""
         if not 0 <= whole(tokens, "the argument of crop") <= self.tokens:
@@ -152,8 +157,9 @@ class ShardedCache:
         runs = [(range(run.start, min(run.stop, tokens)), rank) for run, rank in self._runs if run.start < tokens]
         own = sum(len(run) for run, rank in runs if rank == self._ranks.rank)
         self._cache.crop(own)
-        self._runs = runs
-        self._checksum = reduce(extended_checksum, runs, 0)
+        self._runs, self._counts, self._checksum = [], [0] * self._ranks.size, 0
+        for run, rank in runs:
+            self._add(run, rank)
         self._pieces = reduce(extended, [run for run, rank in runs if rank == self._ranks.rank], cast(Pieces, ()))
 
     def _dealt(self, tokens: int) -> list[tuple[range, int]]:
@@ -161,7 +167,7 @@ class ShardedCache:
         counts, found = list(self.counts), list[tuple[range, int]]()
         at, stop = self.tokens, self.tokens + tokens
         last, rank = self._runs[-1] if self._runs else (range(0), 0)
-        room = -self._filled(rank) % self._block if last else 0
+        room = -len(last) % self._block
         while at < stop:
             if not room:
                 rank, room = min(range(len(counts)), key=counts.__getitem__), self._block
@@ -170,14 +176,14 @@ class ShardedCache:
             at, room, counts[rank] = at + n, room - n, counts[rank] + n
         return found
 
-    def _filled(self, rank: int) -> int:
-        """How many consecutive tokens at the end are on this rank."""
-        found = 0
-        for run, owner in reversed(self._runs):
-            if owner != rank:
-                break
-            found += len(run)
-        return found
+    def _add(self, run: range, rank: int) -> None:
+        """Remember the rank of new tokens."""
+        self._counts[rank] += len(run)
+        if self._runs and self._runs[-1][1] == rank:
+            run = range(self._runs.pop()[0].start, run.stop)
+        elif self._runs:
+            self._checksum = extended_checksum(self._checksum, self._runs[-1])
+        self._runs.append((run, rank))
 
     def _placed(self, layout: Layout, k: Tensor) -> list[tuple[range, int]]:
         check_layout("layout", layout, "k", k, Place(self._ranks.rank, self._ranks.size))
