@@ -1,12 +1,25 @@
 """Models of transformers and of regard.nn with every cache: shared prefixes change no bit."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaModel,
+)
 
 from regard import Rope
 from regard.cache import TOVA, SnapKV
@@ -223,3 +236,47 @@ def test_a_policy_evicts_before_the_question_or_after_it(made):
             read = [model(torch.tensor([list(step)]), **with_cache(cache)).logits[0, -1:] for step in steps]
         losses = F.cross_entropy(torch.cat(read[1:]), torch.tensor(example.target), reduction="sum")
         assert found["nll"] == pytest.approx(float(losses), rel=1e-5)
+
+
+SMALL: Any = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
+BART: Any = {
+    "vocab_size": 256, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BartForConditionalGeneration(BartConfig(**BART)),
+        lambda: BertLMHeadModel(BertConfig(**SMALL)),
+        lambda: BertForMaskedLM(BertConfig(**SMALL)),
+    ],
+    ids=["encoder-decoder", "not causal", "masked"],
+)
+def test_a_model_that_sees_later_tokens_is_refused(make):
+    model = make().eval()
+    with pytest.raises(ProblemError, match=rf"is a {type(model).__name__}: expected a causal language model"):
+        as_model(model)
+
+
+def test_a_model_without_a_head_is_refused():
+    made = as_model(LlamaModel(LlamaConfig(**SMALL)).eval())
+    with pytest.raises(ProblemError, match=r"is a LlamaModel: expected a causal language model"):
+        made.start().read([1, 2], 1)
+
+
+def test_a_bert_that_is_a_decoder_sees_no_later_tokens():
+    torch.manual_seed(0)
+    made = as_model(BertLMHeadModel(BertConfig(**SMALL, is_decoder=True)).eval())
+    one, other = (made.start().read([*range(20), last], 21) for last in (30, 40))
+    assert torch.equal(one[:-1], other[:-1])
+
+
+def test_a_model_that_computes_its_own_attention_can_be_given_in_a_function():
+    model = BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=4)).eval()
+    with pytest.raises(ProblemError, match=r"evaluate: lambda tokens: model\(tokens\).logits"):
+        as_model(model)
+    as_model(lambda tokens: model(tokens).logits, label="bloom").start().read([1, 2], 1)

@@ -375,3 +375,24 @@ def test_every_record_has_its_seed_in_the_settings(tmp_path):
     head, *rest = lines(tmp_path / "results.jsonl")
     assert head["settings"]["seed"] == 0
     assert all(re.fullmatch(r"400/(0|0\.5|1)/\d", record["example"]) for record in rest)
+
+
+HEAD = '{"regard": "0.1.0", "format": 1, "settings": {"task": "passkey"}, "about": {}}'
+
+
+@pytest.mark.parametrize(
+    ("head", "record", "message"),
+    [
+        (HEAD, '{"example": "a", "score": 1.0, "nll": 1}', "line 2: no record of an example"),
+        (HEAD, '{"example": ["a"], "cell": {"length": 5, "depth": 0.5}, "score": 1.0}', "line 2: no record of an exam"),
+        (HEAD, '{"example": "a", "cell": {"length": 5, "depth": 0.5}, "score": NaN}', "line 2: .* is not JSON"),
+        (HEAD, '{"example": "a", "cell": {"length": 5}, "score": 1.0}', "the cell of a has no depth"),
+        (HEAD.replace('{"task": "passkey"}', "{}"), "{}", "has no results"),
+        (HEAD.replace('{"task": "passkey"}', "[]"), "{}", "has no results"),
+        (HEAD.replace('"passkey"', '["passkey"]'), "{}", "has no results"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_refused(tmp_path, head, record, message):
+    (tmp_path / "results.jsonl").write_text(f"{head}\n{record}\n")
+    with pytest.raises(ProblemError, match=message):
+        runs_of([tmp_path / "results.jsonl"])

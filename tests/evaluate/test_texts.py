@@ -10,6 +10,7 @@ import torch
 
 from regard.errors import ProblemError
 from regard.evaluate import Needle, Tokenizer, as_model, evaluate, task_of
+from regard.evaluate.corpus import text_of
 from regard.evaluate.haystack import LONGEST, sentences
 from regard.evaluate.prompts import MANY_ADJECTIVES, MANY_NOUNS
 
@@ -98,3 +99,8 @@ def test_a_text_of_too_few_words_for_the_length_is_refused(tmp_path):
         ProblemError, match=r"cwe has \d,\d{3} tokens at most, .* and is to have 9,000: give shorter --l"
     ):
         evaluate(task, model)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "book.txt").write_text("A text.", encoding="utf-8-sig")
+    assert text_of(str(tmp_path / "book.txt")) == "A text."

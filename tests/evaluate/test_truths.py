@@ -320,7 +320,7 @@ def test_an_answer_with_the_probability_0_has_an_infinite_loss(tmp_path, book):
         logits[..., 0] = 0
         return logits
 
-    results = evaluate(Passkey((400,), (0.5,), samples=2), never, file=tmp_path / "results.jsonl")
+    results = evaluate(Passkey((400,), (0.5,), samples=2), never, label="never", file=tmp_path / "results.jsonl")
     assert (results.score.value, results.cells()[0].nll) == (0, math.inf)
     assert "Infinity" not in (tmp_path / "results.jsonl").read_text()
     losses = evaluate(task_of("stream", lengths=(100,), samples=2, haystack=book), never)

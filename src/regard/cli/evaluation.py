@@ -114,7 +114,7 @@ def load_model(args: argparse.Namespace) -> Model:
         dtype, device = args.dtype or DTYPES[0], "cpu" if args.device is None else args.device
         model, tokenizer, label = load(args.model, dtype=getattr(torch, dtype), device=device)
         digest = ""
-        if not getattr(model, "can_generate", lambda: True)() or model.config.is_encoder_decoder:
+        if not getattr(model, "can_generate", lambda: True)():
             raise ProblemError(f"{label} is a {type(model).__name__}: expected a causal language model.")
     is_plain = not isinstance(model, torch.nn.Module) and cache == CacheOptions()
     own_label = None if isinstance(model, Model) else label

@@ -35,7 +35,7 @@ def text_of(file: str | None) -> str:
     if file is None:
         return _moby_dick()
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"{file} cannot be read as text: {error}.") from None
 

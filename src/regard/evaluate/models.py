@@ -13,14 +13,17 @@ another text is read in the same pieces, and its logits have the same bits.
 
 import copy
 import dataclasses
-import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from regard.errors import ProblemError
 from regard.evaluate.tokens import Tokenizer
@@ -96,6 +99,7 @@ class Model:
         vocabulary: tokens that it knows; None if unknown.
         cache: its KV cache; None for models without.
         digest: of its weights; empty if unknown.
+        config: a digest of what else it computes with, such as rotations and masks; empty if unknown.
         whole: what it was made of. `evaluate` puts a module in evaluation mode; readers run it in the mode that it has.
     """
 
@@ -108,6 +112,7 @@ class Model:
     cache: CacheOptions | None = None
     digest: str = ""
     whole: Any = None
+    config: str = ""
 
     @property
     def is_stepwise(self) -> bool:
@@ -164,7 +169,7 @@ def as_model(
         tokenizer: of transformers; anything with `encode(text)` and `decode(ids)`; None: UTF-8 bytes.
         cache: the KV cache; None: one that keeps all tokens. A plain callable has none.
         positions: tokens that the model was made for; None: what its config says.
-        label: its name in results.
+        label: its name in results. Nothing else tells functions apart there: other functions need other labels.
 
     Raises:
         ProblemError: it is none of these, a cache for a model without one, or for a `Model`, or positions that are no
@@ -197,10 +202,29 @@ def as_model(
         )
     if cache is not None and cache != CacheOptions():
         raise ProblemError("a plain callable has no KV cache: give a model of transformers or a regard.nn.Decoder.")
-    name = label or getattr(model, "__qualname__", type(model).__name__)
     call = cast(Callable[[Tensor], Tensor], model)
-    digest = _digest(model) if isinstance(model, nn.Module) else ""
-    return Model(name, lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest, whole=call)
+    digest, config = (_digest(model), _config_of(model)) if isinstance(model, nn.Module) else ("", "")
+    return Model(
+        label or _own_name(call), lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest, whole=call,
+        config=config,
+    )  # fmt: skip
+
+
+def check_label(model: Model) -> None:
+    """Raise `ProblemError` for a function whose name others may have too: a file would have the results of either.
+
+    >>> check_label(as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform"))
+    """
+    is_named = isinstance(model.whole, FunctionType) and "<" not in model.label  # `<lambda>`, `make.<locals>.model`
+    if not model.digest and not is_named and model.label == _own_name(model.whole):
+        raise ProblemError(
+            f"the model is {model.label}, and other models may have this name: give label=, a name of its own in the "
+            "results of the file."
+        )
+
+
+def _own_name(model: Any) -> str:
+    return getattr(model, "__qualname__", type(model).__name__)
 
 
 class _Whole(Reader):
@@ -269,7 +293,8 @@ def _of_decoder(
     def start() -> Reader:
         return _Cached(call, model.caches(*cache[:3]), device)
 
-    return Model(label or "Decoder", start, tokenizer, positions, False, vocabulary, cache, _digest(model), model)
+    digest, config = _digest(model), _config_of(model)
+    return Model(label or "Decoder", start, tokenizer, positions, False, vocabulary, cache, digest, model, config)
 
 
 def _of_transformers(
@@ -279,16 +304,24 @@ def _of_transformers(
     from regard.integrate.transformers import use_regard
 
     name = label or model.config.name_or_path or type(model).__name__
+    not_causal = ProblemError(f"{name} is a {type(model).__name__}: expected a causal language model.")
+    if model.config.is_encoder_decoder or _sees_later_tokens(model):
+        raise not_causal
     most, has_table = context_of(model), has_position_table(model)
     if has_table and positions is not None and most is not None and positions > most:
         raise ProblemError(
             f"positions is {positions:,}, and {name} has a table of {most:,} positions: expected {most:,} or fewer."
         )
-    use_regard(model)
+    try:
+        use_regard(model)
+    except ProblemError as error:
+        raise ProblemError(f"{error} Without a cache, give evaluate: lambda tokens: model(tokens).logits.") from None
 
     def call(tokens: Tensor, past: Any, last: int) -> Tensor:
         kept = max(1, last)  # 0 would be all
-        logits = model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept).logits
+        logits = getattr(model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept), "logits", None)
+        if logits is None:  # a model without a head
+            raise not_causal
         return logits[:, logits.shape[1] - last :]
 
     def start() -> Reader:
@@ -297,7 +330,15 @@ def _of_transformers(
         )
 
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    return Model(name, start, tokenizer, positions or most, has_table, vocabulary, cache, _digest(model), model)
+    digest, config = _digest(model), _config_of(model)
+    return Model(name, start, tokenizer, positions or most, has_table, vocabulary, cache, digest, model, config)
+
+
+def _sees_later_tokens(model: Any) -> bool:
+    """Whether no layer is causal, as in a BERT whose config does not make it a decoder."""
+    causal = [bool(each.is_causal) for each in model.modules() if hasattr(each, "is_causal")]
+    config = model.config.get_text_config(decoder=True)
+    return bool(causal) and not any(causal) and not getattr(config, "is_decoder", True)
 
 
 def _with_ends(tokenizer: Tokenizer, model: Any) -> Tokenizer:
@@ -308,15 +349,93 @@ def _with_ends(tokenizer: Tokenizer, model: Any) -> Tokenizer:
 
 
 def _digest(model: nn.Module) -> str:
-    """A digest of up to 64 elements of each weight: other weights under the same name are another model.
+    """A digest of all weights, every element of them: other weights under the same name are another model.
 
     >>> one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     >>> _digest(one) == _digest(one), _digest(one) == _digest(other)
     (True, False)
     """
-    found = hashlib.sha256()
+    found = xxh3_128()
     for name, weight in model.state_dict().items():
-        flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes()
-        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + some)
+        found.update(f"{name} ".encode())
+        _add(found, weight)
     return found.hexdigest()[:16]
+
+
+def _add(found: xxh3_128, value: Any) -> None:
+    """Add a value of a state_dict to a digest: the bytes of a tensor, the parts of a container, or its text."""
+    if isinstance(value, dict | tuple | list):
+        is_dict = isinstance(value, dict)
+        pairs = cast("dict[Any, Any]", value).items() if is_dict else enumerate(cast("Sequence[Any]", value))
+        for key, each in pairs:
+            found.update(f"{key} ".encode())
+            _add(found, each)
+    elif not isinstance(value, Tensor):
+        found.update(_text(value).encode())
+    else:
+        shape = "" if value.is_nested else tuple(value.shape)
+        found.update(f"{shape} {value.dtype} {value.layout} ".encode())
+        for part in _dense_parts(value.detach()):
+            found.update(f"{tuple(part.shape)} ".encode())
+            plain = part.cpu().resolve_conj().resolve_neg().contiguous()
+            found.update(cast(Any, plain.flatten().view(torch.uint8).numpy()))
+
+
+def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Dense tensors that have the content of a quantised, sparse or nested one; a dense tensor itself."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that is made of other tensors
+        inner = cast("Sequence[str]", cast(Any, tensor).__tensor_flatten__()[0])
+        return [part for name in inner for part in _dense_parts(getattr(tensor, name))]
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+NO_SETTINGS = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+"""What a config of transformers has that changes no results, or that the weights have."""
+
+
+def _config_of(model: nn.Module) -> str:
+    """A digest of what a module computes with besides its weights.
+
+    That is the config of transformers, or else what the modules show of themselves, and the attributes of regard's.
+
+    >>> _config_of(nn.ReLU()) == _config_of(nn.ReLU()), _config_of(nn.ReLU()) == _config_of(nn.GELU())
+    (True, False)
+    """
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is not None:
+        text = json.dumps(_without_paths(to_dict()), sort_keys=True, default=_text)
+    else:
+        ours = [(name, each) for name, each in model.named_modules() if type(each).__module__.startswith("regard.")]
+        text = _text(model) + "".join(f"{name} {_plain_attributes(each)}" for name, each in ours)
+    return xxh3_128(text.encode()).hexdigest()[:16]
+
+
+def _without_paths(value: Any) -> Any:
+    """The settings of a config, and of those within it, that change results."""
+    if isinstance(value, dict):
+        pairs = {str(key): each for key, each in cast("dict[Any, Any]", value).items()}
+        kept = {key: each for key, each in pairs.items() if key not in NO_SETTINGS and "attn_implementation" not in key}
+        return {key: _without_paths(each) for key, each in kept.items()}
+    return [_without_paths(each) for each in cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Numbers, flags and texts of a module, such as whether a block has skips."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    return sorted((name, value) for name, value in found.items() if name not in ("training", "backend"))
+
+
+def _text(value: Any) -> str:
+    """The repr of a value, without addresses, which another process does not have."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

@@ -87,13 +87,13 @@ def _read_one(path: Path) -> Stored | None:
             raise _no_results(path)
         return None
     head, *rest = (_parsed(line, number, path) for number, line in enumerate(lines, 1))
-    if "regard" not in head or "settings" not in head:
+    if "regard" not in head or not _has_task(head.get("settings")):
         raise _no_results(path)
     if head.get("format") != FORMAT:
         raise ProblemError(f"{path} has results of format {head.get('format')}: this version reads {FORMAT}.")
     records = dict[str, Record]()
     for number, record in enumerate(rest, 2):
-        if "example" not in record:
+        if not isinstance(record.get("example"), str) or not isinstance(record.get("cell"), dict):
             raise ProblemError(
                 f"{path}, line {number}: no record of an example. Remove the line, or name another file."
             )
@@ -103,7 +103,7 @@ def _read_one(path: Path) -> Stored | None:
 
 def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = json.loads(line, parse_constant=_refuse_constant)
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -111,6 +111,14 @@ def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
             raise _no_results(path)
         raise ProblemError(f"{path}, line {number}: {line[:40]!r} is not JSON. Remove the line, or name another file.")
     return cast("dict[str, Any]", found)
+
+
+def _has_task(settings: Any) -> bool:
+    return isinstance(settings, dict) and isinstance(cast("dict[str, Any]", settings).get("task"), str)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)  # NaN and infinities, which no record has
 
 
 def _no_results(path: Path) -> ProblemError:

@@ -26,9 +26,9 @@ from regard.errors import ProblemError
 from regard.evaluate import records
 from regard.evaluate.answer import answers, check_fits
 from regard.evaluate.haystack import digest, digest_of_file
-from regard.evaluate.models import CacheOptions, Model, as_model
+from regard.evaluate.models import CacheOptions, Model, as_model, check_label
 from regard.evaluate.results import Results
-from regard.evaluate.task import Example, Passage, Task, settings
+from regard.evaluate.task import Example, Passage, Task, check_storable, settings
 from regard.evaluate.tasks import check_task, class_of, is_of_regard
 from regard.integrate.evaluation_mode import evaluating
 
@@ -53,7 +53,8 @@ def evaluate(
         tokenizer: of the model; None: UTF-8 bytes are tokens.
         cache: the KV cache of the model; None: one that keeps all tokens.
         positions: tokens that the model was made for; None: what its config says.
-        label: the name of the model in results.
+        label: the name of the model in results; a function without a name of its own, such as a lambda, needs one for
+            a file.
         file: where each finished example is appended. If it has results of the same settings, their examples are not
             computed again.
         share: whether a prefix that examples share is read once; the answers are the same.
@@ -77,6 +78,9 @@ def evaluate(
     chosen = settings_of(task, made)
     about = {"torch": torch.__version__, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     path = None if file is None else Path(file)
+    if path is not None:
+        check_label(made)
+        check_storable(chosen)
     if path is None and world > 1:
         raise ProblemError("several processes need a file for their results: give file=, or --results FILE.")
     found = {} if path is None else _before(path, chosen)
@@ -110,8 +114,11 @@ def settings_of(task: Task, model: Model) -> dict[str, Any]:
         {} if questions is None else {"questions_digest": digest_of_file(questions)}
     )
     ours = {"model": model.label, "weights": model.digest, "cache": shown_cache(model.cache)}
+    ours |= {"config": model.config} if model.config else {}
     more = {"positions": model.positions, "tokenizer": model.tokenizer.digest()}
-    return settings(task) | files | ours | more
+    others = files | ours | more
+    own = {f"task.{name}" if name in others else name: value for name, value in settings(task).items()}
+    return own | others
 
 
 def runs_of(paths: Sequence[Path]) -> list[tuple[str, Results]]:
@@ -140,6 +147,10 @@ def runs_of(paths: Sequence[Path]) -> list[tuple[str, Results]]:
     if len(tasks) > 1:
         raise ProblemError(f"the files are of different tasks ({', '.join(tasks)}): show those of one task together.")
     axes = class_of(tasks[0]).axes
+    for run, path in zip(runs, firsts, strict=True):
+        for name, record in run.records.items():
+            if missing := [axis for axis in axes if axis not in record["cell"]]:
+                raise ProblemError(f"{path} is damaged: the cell of {name} has no {missing[0]}. Remove the record.")
     found = [Results(tasks[0], axes, run.settings, run.about, list(run.records.values())) for run in runs]
     return list(zip(_differences([run.settings for run in runs]), found, strict=True))
 

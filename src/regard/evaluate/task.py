@@ -9,6 +9,7 @@ A task is a frozen dataclass whose fields are its settings. The same settings an
 each example has a random generator of its own: what was drawn for one does not change with the number of others.
 """
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -171,8 +172,25 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 def settings(task: Any) -> dict[str, Any]:
     """The name and all settings of a task, as JSON has them, with what it says of its text besides (`of_text`)."""
-    fields = {key: _plain(value) for key, value in asdict(task).items() if key != "text"}
+    fields = {key if key != "task" else "task.task": _plain(value) for key, value in asdict(task).items()}
     return {"task": task.name} | fields | getattr(task, "of_text", dict[str, Any])()
+
+
+def check_storable(found: dict[str, Any]) -> None:
+    """Raise `ProblemError` for settings that a file cannot hold, so that they could not be compared.
+
+    >>> check_storable({"task": "own", "words": {"a"}})
+    Traceback (most recent call last):
+    regard.errors.ProblemError: words is {'a'}: expected what JSON can hold, such as a number, a text or a list ...
+    """
+    for name, value in found.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ProblemError(
+                f"{name} is {value!r}: expected what JSON can hold, such as a number, a text or a list of them, as the "
+                "file of results has all settings of the task."
+            ) from None
 
 
 def _plain(value: Any) -> Any:
