@@ -22,7 +22,7 @@ HOMES = {
     "ctypes": ["native.py", "native_calls.py", "integrate/heap.py", "huge_pages.py", "describe/tensors.py"],
     "rich": ["cli/"],
     "matplotlib": ["inspect/plot.py"],
-    "xxhash": ["describe/", "evaluate/models.py"],
+    "xxhash": ["describe/"],
 }
 
 

@@ -226,3 +226,11 @@ def test_a_field_that_json_cannot_hold_is_named(tmp_path, value):
         evaluate(Own(text=value), Plain(), file=tmp_path / "results.jsonl")
     assert not (tmp_path / "results.jsonl").exists()
     evaluate(Own(text=value), Plain())
+
+
+def test_a_number_that_a_module_computes_with_makes_another_model():
+    one = Plain()
+    other = copy.deepcopy(one)
+    assert as_model(other).config == as_model(one).config
+    vars(other)["temperature"] = 2.0
+    assert as_model(other).config != as_model(one).config

@@ -63,7 +63,7 @@ T5S = ("mt5", "t5", "umt5")
 OF_T5 = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "head_dim": "d_kv"}
 """Other names of entries of T5 and its family."""
 
-OLDER_NAMES = {
+OTHER_NAMES = {
     **dict.fromkeys(WITH_ENCODERS, OF_ENCODERS),
     **dict.fromkeys(T5S, OF_T5),
     "bloom": {"n_embed": "hidden_size"},
@@ -102,7 +102,7 @@ def checked_entries(name: str, family: str | None, config: Mapping[str, Any]) ->
     if family in T5S and config.get("num_decoder_layers") is None:
         default = default_entries(family)["num_layers"]  # not num_hidden_layers, which transformers reads later
         config = {**config, "num_decoder_layers": config.get("num_layers", default)}
-    config = _renamed(config, OLDER_NAMES.get(family or "", {}))
+    config = _renamed(config, OTHER_NAMES.get(family or "", {}))
     if family == "nemotron_h":
         config = _with_blocks(name, config)
     if family == "kimi_linear":

@@ -13,8 +13,6 @@ another text is read in the same pieces, and its logits have the same bits.
 
 import copy
 import dataclasses
-import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +21,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from regard.errors import ProblemError
+from regard.evaluate.model_digest import digest_of_config, digest_of_weights
 from regard.evaluate.tokens import Tokenizer
 from regard.integers import as_integer, is_integer
 from regard.integrate.cache_argument import as_argument
@@ -203,7 +201,7 @@ def as_model(
     if cache is not None and cache != CacheOptions():
         raise ProblemError("a plain callable has no KV cache: give a model of transformers or a regard.nn.Decoder.")
     call = cast(Callable[[Tensor], Tensor], model)
-    digest, config = (_digest(model), _config_of(model)) if isinstance(model, nn.Module) else ("", "")
+    digest, config = (digest_of_weights(model), digest_of_config(model)) if isinstance(model, nn.Module) else ("", "")
     return Model(
         label or _own_name(call), lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest, whole=call,
         config=config,
@@ -293,7 +291,7 @@ def _of_decoder(
     def start() -> Reader:
         return _Cached(call, model.caches(*cache[:3]), device)
 
-    digest, config = _digest(model), _config_of(model)
+    digest, config = digest_of_weights(model), digest_of_config(model)
     return Model(label or "Decoder", start, tokenizer, positions, False, vocabulary, cache, digest, model, config)
 
 
@@ -330,7 +328,7 @@ def _of_transformers(
         )
 
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    digest, config = _digest(model), _config_of(model)
+    digest, config = digest_of_weights(model), digest_of_config(model)
     return Model(name, start, tokenizer, positions or most, has_table, vocabulary, cache, digest, model, config)
 
 
@@ -346,96 +344,3 @@ def _with_ends(tokenizer: Tokenizer, model: Any) -> Tokenizer:
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [ends] if isinstance(ends, int) else ends or []
     return dataclasses.replace(tokenizer, end=(*tokenizer.end, *(end for end in ends if end not in tokenizer.end)))
-
-
-def _digest(model: nn.Module) -> str:
-    """A digest of all weights, every element of them: other weights under the same name are another model.
-
-    >>> one, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    >>> _digest(one) == _digest(one), _digest(one) == _digest(other)
-    (True, False)
-    """
-    found = xxh3_128()
-    for name, weight in model.state_dict().items():
-        found.update(f"{name} ".encode())
-        _add(found, weight)
-    return found.hexdigest()[:16]
-
-
-def _add(found: xxh3_128, value: Any) -> None:
-    """Add a value of a state_dict to a digest: the bytes of a tensor, the parts of a container, or its text."""
-    if isinstance(value, dict | tuple | list):
-        is_dict = isinstance(value, dict)
-        pairs = cast("dict[Any, Any]", value).items() if is_dict else enumerate(cast("Sequence[Any]", value))
-        for key, each in pairs:
-            found.update(f"{key} ".encode())
-            _add(found, each)
-    elif not isinstance(value, Tensor):
-        found.update(_text(value).encode())
-    else:
-        shape = "" if value.is_nested else tuple(value.shape)
-        found.update(f"{shape} {value.dtype} {value.layout} ".encode())
-        for part in _dense_parts(value.detach()):
-            found.update(f"{tuple(part.shape)} ".encode())
-            plain = part.cpu().resolve_conj().resolve_neg().contiguous()
-            found.update(cast(Any, plain.flatten().view(torch.uint8).numpy()))
-
-
-def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Dense tensors that have the content of a quantised, sparse or nested one; a dense tensor itself."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that is made of other tensors
-        inner = cast("Sequence[str]", cast(Any, tensor).__tensor_flatten__()[0])
-        return [part for name in inner for part in _dense_parts(getattr(tensor, name))]
-    if tensor.is_nested:
-        return tensor.unbind()
-    if tensor.is_quantized:
-        return [tensor.dequantize()]
-    if tensor.layout == torch.sparse_coo:
-        whole = tensor.coalesce()
-        return [whole.indices(), whole.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
-
-
-NO_SETTINGS = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
-"""What a config of transformers has that changes no results, or that the weights have."""
-
-
-def _config_of(model: nn.Module) -> str:
-    """A digest of what a module computes with besides its weights.
-
-    That is the config of transformers, or else what the modules show of themselves, and the attributes of regard's.
-
-    >>> _config_of(nn.ReLU()) == _config_of(nn.ReLU()), _config_of(nn.ReLU()) == _config_of(nn.GELU())
-    (True, False)
-    """
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    if to_dict is not None:
-        text = json.dumps(_without_paths(to_dict()), sort_keys=True, default=_text)
-    else:
-        ours = [(name, each) for name, each in model.named_modules() if type(each).__module__.startswith("regard.")]
-        text = _text(model) + "".join(f"{name} {_plain_attributes(each)}" for name, each in ours)
-    return xxh3_128(text.encode()).hexdigest()[:16]
-
-
-def _without_paths(value: Any) -> Any:
-    """The settings of a config, and of those within it, that change results."""
-    if isinstance(value, dict):
-        pairs = {str(key): each for key, each in cast("dict[Any, Any]", value).items()}
-        kept = {key: each for key, each in pairs.items() if key not in NO_SETTINGS and "attn_implementation" not in key}
-        return {key: _without_paths(each) for key, each in kept.items()}
-    return [_without_paths(each) for each in cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value
-
-
-def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Numbers, flags and texts of a module, such as whether a block has skips."""
-    found = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    return sorted((name, value) for name, value in found.items() if name not in ("training", "backend"))
-
-
-def _text(value: Any) -> str:
-    """The repr of a value, without addresses, which another process does not have."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

@@ -269,14 +269,14 @@ class WindowLayer(StoredLayer):
         if self.record_past != self.is_recording:
             self._move(self._make_whole() if self.record_past else self._make())
         if k.shape[2] > self.sliding_window and self.kv.codec is None and not self.is_recording:
-            return self._pass(k, v)
+            return self._append_long(k, v)
         visible = min(self.kv.tokens, self.window) + k.shape[2]
         keys, values = self.kv.append(k, v)
         if self.is_recording:
             return dense(keys)[:, :, -visible:], dense(values)[:, :, -visible:]
         return keys, values
 
-    def _pass(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _append_long(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """More tokens than the window: attention reads them as they are, and only the last ones are stored.
 
         So a model holds the keys of a whole prompt for one layer at a time.

@@ -212,7 +212,7 @@ class Ranks:
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # a rank that is lost is told by the next call
+            with suppress(Exception):  # the next call reports a rank that is lost
                 self.wait(pending)
             raise
         self.wait(pending)
