@@ -2,9 +2,11 @@
 //
 // Many queries: a unit is a tile of 64 of one head, or two of them, against all keys. Up to 64: heads of a group share
 // a unit, as lanes of a tile or as two tiles (forward.h) or, up to 16, as rows (decode.h); then keys are cut into spans
-// as well, so that all threads have work, and the second half merges them. How a pass is cut follows from its shape and
-// from the caches, and only whether two tiles share a unit from the number of threads; whichever way a row is computed,
-// it gets the same bits.
+// as well, so that all threads have work, and the thread that is done with the last span of a unit merges them: no
+// thread waits for another before the end. How a pass is cut follows from its shape and from the caches, and only
+// whether two tiles share a unit from the number of threads; whichever way a row is computed, it gets the same bits.
+//
+// The first half of a pass prepares what threads share; the second does all else.
 #pragma once
 
 #include "decode.h"
@@ -104,23 +106,29 @@ struct ForwardPass {
         return Forward<K>::part_bytes(c);
     }
 
-    int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * cut.tiles * part_bytes() : pairs; }
+    int64_t shared() const {
+        return cut.spans > 1 ? count_bytes() + cut.units * cut.spans * cut.tiles * part_bytes() : pairs;
+    }
+    // Of numbers that lie before the parts of units: how many spans of each are done.
+    int64_t count_bytes() const { return up(cut.units * int64_t(sizeof(int64_t)), 64); }
     int64_t scratch() const {
         if (cut.rows) return Rows::bytes(c);
         return Forward<K>::bytes(c, cut.tiles);
     }
 
     int64_t units(int half) const {
-        if (cut.spans > 1) return half ? cut.units : cut.units * cut.spans;
-        if (half) return cut.units;
-        if (!pairs || !cut.units) return 0;
+        if (half) return cut.units * cut.spans;
+        if (!cut.units) return 0;
+        if (cut.spans > 1) return 1;
+        if (!pairs) return 0;
         return as_needed() ? 1 : c.batch * c.kv_heads * ((c.keys + SPAN - 1) / SPAN);
     }
 
     regard_status run(int half, int64_t unit, char *shared, char *scratch) const {
-        if (cut.spans > 1) return half ? merge(unit, shared, scratch) : span(unit, shared, scratch);
+        if (half && cut.spans > 1) return span(unit, shared, scratch);
         if (half) return whole(unit, shared, scratch);
-        if (as_needed()) PairedValues<K>::forget(c, shared);
+        if (cut.spans > 1) memset(shared, 0, size_t(count_bytes()));
+        else if (as_needed()) PairedValues<K>::forget(c, shared);
         else pair(unit, shared, scratch);
         return REGARD_DONE;
     }
@@ -171,38 +179,41 @@ struct ForwardPass {
 
     // Rows against a span of keys: units are the spans of one key head after another.
     regard_status span(int64_t unit, char *shared, char *scratch) const {
+        char *parts = shared + count_bytes() + (unit - unit % cut.spans) * cut.tiles * part_bytes();
+        if (regard_status bad = part(unit, parts + unit % cut.spans * cut.tiles * part_bytes(), scratch)) return bad;
+        const int64_t rows = unit / cut.spans;
+        int64_t *const done = reinterpret_cast<int64_t *>(shared) + rows;
+        if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) == cut.spans) merge(rows, parts, scratch);
+        return REGARD_DONE;
+    }
+
+    regard_status part(int64_t unit, char *into, char *scratch) const {
         const Lanes lanes = cut.lanes(unit / cut.spans);
         const int64_t number = unit % cut.spans;
-        char *part = shared + unit * cut.tiles * part_bytes();
         if (few || cut.rows) {
             const int64_t after = unit + c.threads;  // probably this thread's
             const bool more = after < cut.units * cut.spans;
             const Lanes next = cut.lanes(more ? after / cut.spans : 0);
             return Rows(c, scratch)
-                .run(lanes, cut.row(lanes), number, Rows::Sums::at(c, part), more ? &next : nullptr, after % cut.spans);
+                .run(lanes, cut.row(lanes), number, Rows::Sums::at(c, into), more ? &next : nullptr, after % cut.spans);
         }
         if constexpr (!few) {
             typename Forward<K>::After after;
             Forward<K> forward(c, {}, scratch, cut.tiles);
-            return forward.run_span(strip(unit / cut.spans), number, part,
+            return forward.run_span(strip(unit / cut.spans), number, into,
                                     follows(unit + c.threads, after) ? &after : nullptr);
         }
         return REGARD_DONE;
     }
 
-    regard_status merge(int64_t unit, char *shared, char *scratch) const {
-        char *parts = shared + unit * cut.spans * cut.tiles * part_bytes();
-        if (cut.rows) {
-            Rows(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
-            return REGARD_DONE;
-        }
+    void merge(int64_t unit, char *parts, char *scratch) const {
+        if (cut.rows) return Rows(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
         if constexpr (!few) {
             const Strip whole = strip(unit);
             Forward<K> forward(c, {}, scratch, cut.tiles);
             for (int i = 0; i < whole.count; ++i)
                 forward.finish_spans(whole.lanes[i], parts + i * part_bytes(), cut.tiles * part_bytes(), cut.spans);
         }
-        return REGARD_DONE;
     }
 };
 
