@@ -30,9 +30,9 @@ struct Kernels {
     int64_t (*shared)(const regard_call &, const regard_gradient *gradient);
     int64_t (*scratch)(const regard_call &, const regard_gradient *gradient);
 
-    // A pass has two halves, 0 and 1: every unit of the first is done before the second begins. Forward: spans of keys,
-    // then their merging, if they were parted. Backward: all of dq and delta, and what units alone add to; then what
-    // several units add to, put together.
+    // A pass has two halves, 0 and 1: every unit of the first is done before the second begins. Forward: what threads
+    // share, if anything; then rows, or spans of their keys. Backward: all of dq and delta, and what units alone add
+    // to; then what several units add to, put together.
     int64_t (*forward_units)(const regard_call &, int half);
     regard_status (*forward)(const regard_call &, int half, int64_t unit, char *shared, char *scratch);
     int64_t (*backward_units)(const regard_gradient &, int half);
