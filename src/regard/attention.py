@@ -34,6 +34,7 @@ from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import is_any_autocast_enabled
+from regard.wide import autocast_dtype
 
 
 @overload
@@ -146,7 +147,7 @@ def attend(
 
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
-"""Of devices, which `explain` takes."""
+"""The kinds of devices that `explain` takes."""
 
 
 @suggest_keywords
@@ -312,14 +313,12 @@ def cast_by_autocast(
 ) -> tuple[Tensor, Tensor | StoredTensor, Tensor | StoredTensor]:
     """q, k and v in the dtype of `torch.autocast`, where it is on, except float64; as torch's own attention does."""
     tensors: tuple[Any, ...] = (q, k, v)
-    if not all(isinstance(t, Tensor | StoredTensor) for t in tensors) or not torch.amp.is_autocast_available(
-        q.device.type
-    ):
+    if not all(isinstance(t, Tensor | StoredTensor) for t in tensors):
         return q, k, v
-    if not torch.is_autocast_enabled(q.device.type):
+    dtype = autocast_dtype(q.device.type)
+    if dtype is None:
         return q, k, v
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, Tensor):  # not all that pose refuses can be converted
             check_readable(name, t)
-    dtype = torch.get_autocast_dtype(q.device.type)
     return tuple(t.to(dtype) if t.dtype.is_floating_point and t.dtype != torch.float64 else t for t in tensors)

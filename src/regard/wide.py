@@ -1,4 +1,4 @@
-"""The type in which attention is computed and summed, and in which log-sum-exps are returned."""
+"""The type in which attention is computed and summed, and in which log-sum-exps are returned; that of autocast."""
 
 import torch
 
@@ -10,3 +10,20 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
     torch.float32
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+HAS_AUTOCAST = {"cpu": True, "cuda": True, "meta": False}
+"""Whether a kind of devices has autocast; torch is asked about the others (2.11 cannot compile the question)."""
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The type to which `torch.autocast` casts products on this kind of device; None where it is off.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_dtype("cpu")
+    torch.bfloat16
+    """
+    known = HAS_AUTOCAST.get(kind)
+    if not (torch.amp.is_autocast_available(kind) if known is None else known) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

@@ -374,7 +374,7 @@ def test_a_call_whose_plan_is_gone_is_not_ready() -> None:
     assert not _is_ready(q, k, v)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
 def test_a_call_that_torch_jit_traces_is_refused_after_others_too() -> None:
     q, k, v = _tensors()
     _guarded(q, k, v)

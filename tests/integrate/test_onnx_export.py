@@ -309,3 +309,34 @@ def test_dropout_is_refused():
 def test_a_version_without_the_operator_is_refused():
     with pytest.raises(ProblemError, match="opset_version is 20: expected 23, 24 or 25"):
         export(Model(torch.relu).eval(), (torch.ones(2),), opset_version=20)
+
+
+LEARNED = torch.nn.Parameter(torch.randn(1, 2, 4, 8))
+
+
+def behind_learned_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, torch.cat([LEARNED, k], 2), torch.cat([LEARNED, v], 2))
+
+
+def behind_learned_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (torch.cat([LEARNED, t], 2) for t in (q, k, v))
+    return attend(q, k, v, mask=Window(3, 3))
+
+
+def behind_learned_tokens_that_are_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.cat([LEARNED, t], 2) for t in (q, k, v))
+    return attend(q, k, v, mask=Window(3, 3)), k, v
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "function", [behind_learned_keys, behind_learned_tokens, behind_learned_tokens_that_are_returned]
+)
+def test_keys_that_are_joined_in_front_are_not_always_a_past(function: Callable[..., Any], version: int):
+    model, tensors = Model(function).eval(), (torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8))
+    program = export(model, tensors, opset_version=version, verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    given = {node.name: t.numpy() for node, t in zip(session.get_inputs(), tensors, strict=True)}
+    expected = model(*tensors)
+    out = session.run(None, given)[0]
+    torch.testing.assert_close(torch.from_numpy(out), expected[0] if isinstance(expected, tuple) else expected)

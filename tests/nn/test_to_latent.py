@@ -13,6 +13,7 @@ from regard.describe.position import Rope
 from regard.describe.rope_scaling import Yarn
 from regard.describe.score import Cosine
 from regard.errors import ProblemError
+from regard.extend import spec
 from regard.nn import MultiHeadAttention
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.to_latent import to_latent
@@ -286,3 +287,22 @@ def test_the_default_device_changes_nothing():
     with torch.device("meta"):
         found = to_latent(module, 9, 2, inputs=X).module
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+@spec
+class LearnedRope(Rope):
+    """RoPE whose frequencies are trained."""
+
+    freqs: torch.Tensor | None = None
+
+    def _frequencies(self, tokens: Any = None, device: Any = None) -> Any:
+        return self.freqs
+
+    frequencies = _frequencies
+
+
+def test_the_new_module_shares_no_tensor_with_the_old_one():
+    rope = LearnedRope(8, freqs=torch.tensor([1.0, 0.3, 0.1, 0.02], requires_grad=True))
+    module = MultiHeadAttention(32, 4, position=rope, mask=Causal())
+    converted = to_latent(module, 32).module
+    assert {id(p) for p in converted.parameters()}.isdisjoint(id(p) for p in module.parameters())

@@ -587,7 +587,8 @@ def test_a_second_derivative_is_refused_with_the_way_to_have_it(monkeypatch: pyt
         (first,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).square().sum(), q, create_graph=True)
         return torch.autograd.grad(first.square().sum(), q)[0]
 
-    theirs = twice()
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = twice()
     with regard.everywhere():
         with pytest.raises(RefusalError, match=re.escape("sdpa_kernel(torch.nn.attention.SDPBackend.MATH)")):
             twice()

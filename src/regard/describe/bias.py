@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.describe.mask import CallSizes, Positions, as_tensors, check_takes_positions, wrong_shape
 from regard.describe.not_a_spec import instead, received
 from regard.describe.require_tensor import require_tensor
-from regard.describe.spec import Spec, map_tuple, spec
+from regard.describe.spec import Spec, bound_to, map_tuple, spec
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -107,7 +107,7 @@ class Sum(Bias):
         return values_of(self.a, b, h, q, k) + values_of(self.b, b, h, q, k)
 
     def bind(self, sizes: CallSizes) -> Bias:
-        return self.with_fields(a=self.a.bind(sizes), b=self.b.bind(sizes))
+        return self.with_fields(a=bound_to(self.a, sizes), b=bound_to(self.b, sizes))
 
     def per_distance(self) -> bool:
         return self.a.per_distance() and self.b.per_distance()

@@ -19,7 +19,7 @@ from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Pos
 from regard.describe.mask_by_rule import Causal, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import TensorMask, Tree
 from regard.describe.ragged import Ragged
-from regard.describe.spec import Spec, spec
+from regard.describe.spec import Spec, bound_to, spec
 from regard.errors import ProblemError
 
 
@@ -58,7 +58,7 @@ class MaskByRow(Mask):
         return len(self.first), self.inner.broadcast_shape()[1]
 
     def bind(self, sizes: CallSizes) -> Mask:
-        return MaskByRow(self.inner.bind(_of_all_rows(sizes, self.first)), self.first)
+        return MaskByRow(bound_to(self.inner, _of_all_rows(sizes, self.first)), self.first)
 
     def _moved(self, r: Rectangles) -> Rectangles:
         by = np.asarray(self.first, dtype=np.int64)[r.b]
@@ -81,7 +81,7 @@ class BiasByRow(Bias):
         return self.inner.value(b, h, q + _of_rows(self.first, b), k)
 
     def bind(self, sizes: CallSizes) -> Bias:
-        return BiasByRow(self.inner.bind(_of_all_rows(sizes, self.first)), self.first)
+        return BiasByRow(bound_to(self.inner, _of_all_rows(sizes, self.first)), self.first)
 
 
 @spec
@@ -104,7 +104,7 @@ class MaskOfEachRow(Mask):
 
     def bind(self, sizes: CallSizes) -> Mask:
         found = zip(self.rows, self.first, strict=True)
-        return self.with_fields(rows=tuple(row.bind(sizes._replace(offset=first)) for row, first in found))
+        return self.with_fields(rows=tuple(bound_to(row, sizes._replace(offset=first)) for row, first in found))
 
 
 @spec
@@ -124,7 +124,7 @@ class BiasOfEachRow(Bias):
 
     def bind(self, sizes: CallSizes) -> Bias:
         found = zip(self.rows, self.first, strict=True)
-        return self.with_fields(rows=tuple(row.bind(sizes._replace(offset=first)) for row, first in found))
+        return self.with_fields(rows=tuple(bound_to(row, sizes._replace(offset=first)) for row, first in found))
 
 
 def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.describe.interval import step_left
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
 from regard.describe.serialized import deserialize
+from regard.describe.spec import bound_to
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -69,7 +70,7 @@ def check_mask(
     batch, heads = whole(batch, "batch", "batch rows", least=1), whole(heads, "heads", "heads", least=1)
     first = keys - queries if offset is None else whole(offset, "offset")
     sizes = CallSizes(batch, heads, queries, keys, first)
-    bound = mask.bind(sizes)
+    bound = bound_to(mask, sizes)
     checked = _Checked(bound, sizes, _all_pairs(bound, sizes))
     _check_broadcast_shape(checked)
     random = np.random.default_rng(seed)

@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from regard.describe.fingerprint import INTERNED, Fingerprint
 from regard.describe.interval import Union, as_int64, complement, fault_of, intersection, limited, union
 from regard.describe.not_a_spec import instead, received
-from regard.describe.spec import Spec, spec
+from regard.describe.spec import Spec, bound_to, spec
 from regard.describe.uses import find_uses, method_may_use
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -34,7 +34,7 @@ Positions = int | Tensor
 """A position, or an int64 tensor of positions; the four of a `keep` broadcast."""
 
 NONE, ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
-"""In a signature: the mask keeps nothing, or everything, of the rectangle."""
+"""The numbers that say in a signature that the mask keeps nothing, or everything, of the rectangle."""
 
 
 DRAWN = 1 << 24
@@ -172,7 +172,7 @@ class Pair(Mask):
         return max(batch_a, batch_b), max(heads_a, heads_b)
 
     def bind(self, sizes: CallSizes) -> Mask:
-        a, b = self.a.bind(sizes), self.b.bind(sizes)
+        a, b = bound_to(self.a, sizes), bound_to(self.b, sizes)
         if a is self.a and b is self.b:  # so the cached fingerprint stays
             return self
         return self.with_fields(a=a, b=b)
@@ -269,7 +269,7 @@ class Not(Mask):
         return self.a.broadcast_shape()
 
     def bind(self, sizes: CallSizes) -> Mask:
-        return self.with_fields(a=self.a.bind(sizes))
+        return self.with_fields(a=bound_to(self.a, sizes))
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -474,7 +474,7 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
             "Draw a smaller call, or some of the queries with offset=; explain counts tiles and pairs of large ones."
         )
     start = keys - queries if offset is None else whole(offset, "offset")
-    mask = mask.bind(CallSizes(*mask.broadcast_shape(), queries, keys, start))
+    mask = bound_to(mask, CallSizes(*mask.broadcast_shape(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
     kept = kept_pairs(mask, *as_tensors(batch, head, q, k)).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())

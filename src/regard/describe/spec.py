@@ -23,6 +23,8 @@ from regard.errors import ProblemError, RefusalError
 from regard.torch_internals import DYNAMO_LISTS_ATTRIBUTES
 
 W = TypeVar("W", bound="type[Spec]")
+S = TypeVar("S", bound="Spec")
+T = TypeVar("T")
 
 _CACHED = ("_fingerprint", "_registered")
 """Attributes of a spec that are caches."""
@@ -126,9 +128,7 @@ class Spec:
         fields = dict(zip(cls._fields, parts, strict=True))
         if cls._kind.is_own or has_attributes:
             return cls(**{name: x for name, x in fields.items() if name in cls._arguments})  # some are keyword-only
-        made = object.__new__(cls)
-        made.__dict__.update(fields)
-        return made
+        return _made_of(cls, fields)
 
     def with_fields(self, **fields: Any) -> Self:
         """This spec with other values of some fields. No constructor runs, as a subclass may have one of its own.
@@ -141,7 +141,7 @@ class Spec:
         Window(left=4)
         """
         made = self._copy(fields)
-        if not self._is_rerun or self._arguments.issuperset(made.__dict__):
+        if not self._is_rerun or (_lists_attributes() and self._arguments.issuperset(made.__dict__)):
             return made
         derived = made._copy({})
         cast(Any, derived).__post_init__()
@@ -149,9 +149,11 @@ class Spec:
         return derived if is_same else made
 
     def _copy(self, changed: dict[str, Any]) -> Self:
-        made = object.__new__(type(self))
-        made.__dict__.update({name: x for name, x in self.__dict__.items() if name not in self._derived} | changed)
-        return made
+        if _lists_attributes():
+            kept = {name: x for name, x in self.__dict__.items() if name not in self._derived}
+        else:
+            kept = {name: getattr(self, name) for name in self._fields}
+        return _made_of(type(self), kept | changed)
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -174,13 +176,13 @@ class Spec:
         """Whether it has, or in a trace may have, attributes besides its fields, which a user's constructor derives."""
         if self._kind.is_own:
             return False
-        if not DYNAMO_LISTS_ATTRIBUTES and torch.compiler.is_compiling():
+        if not _lists_attributes():
             return True
         return not self._derived.union(self._fields).issuperset(self.__dict__)
 
     def can_be_serialized(self) -> bool:
         """Whether the spec has no attributes but fields, and each field can be serialised."""
-        if not (self._kind.is_own or DYNAMO_LISTS_ATTRIBUTES) and torch.compiler.is_compiling():
+        if not (self._kind.is_own or _lists_attributes()):
             return False  # it may have more attributes
         return not self._more() and all(_passes(part, Spec.can_be_serialized) for part in self.parts())
 
@@ -209,8 +211,10 @@ class Spec:
         """The class of this spec, or else of the first spec in it, that was not made with `@spec`; None if all were."""
         if self._made is not type(self):
             return type(self)
-        parts = _members(self.parts())
-        return next((kind for part in parts if isinstance(part, Spec) and (kind := part.unregistered())), None)
+        for part in _members(self.parts()):
+            if isinstance(part, Spec) and (found := part.unregistered()) is not None:
+                return found
+        return None
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the spec, in the order of its serialised form."""
@@ -267,6 +271,20 @@ def spec(cls: W) -> W:
     return made
 
 
+def bound_to(spec: S, *sizes: Any) -> S:
+    """`spec.bind(*sizes)` of a mask, bias or score.
+
+    Raises:
+        ProblemError: it returned no spec: the call would run without the mask, bias or score.
+    """
+    bound = cast(Any, spec).bind(*sizes)
+    if not isinstance(bound, Spec):
+        raise ProblemError(
+            f"bind of {type(spec).__name__} returned {bound!r}: expected a spec, such as self or super().bind(sizes)."
+        )
+    return cast(S, bound)
+
+
 def _has_plain_post_init(made: type[Spec]) -> bool:
     """Whether the class has a `__post_init__` without arguments."""
     derive = getattr(made, "__post_init__", None)
@@ -297,6 +315,22 @@ def map_tuple(change: Callable[[Any], Any], part: tuple[Any, ...]) -> tuple[Any,
     """
     changed = [change(member) for member in part]
     return type(part)(*changed) if hasattr(part, "_fields") else tuple(changed)  # a NamedTuple has them
+
+
+def _made_of(kind: type[T], attributes: dict[str, Any]) -> T:
+    """An object of the class with these attributes; no constructor runs."""
+    made = object.__new__(kind)
+    if _lists_attributes():
+        made.__dict__.update(attributes)
+    else:
+        for name, value in attributes.items():
+            object.__setattr__(made, name, value)
+    return made
+
+
+def _lists_attributes() -> bool:
+    """Whether `__dict__` can be read and written: torch 2.11 cannot compile that."""
+    return DYNAMO_LISTS_ATTRIBUTES or not torch.compiler.is_compiling()
 
 
 def _is_same(a: Any, b: Any) -> bool:

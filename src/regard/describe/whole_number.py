@@ -1,6 +1,6 @@
 """The check of integers in descriptions: Python's, numpy's, any type with `__index__`; no bool, no float."""
 
-from typing import SupportsIndex, cast
+from typing import cast
 
 import torch
 
@@ -41,7 +41,7 @@ def whole_field(owner: object, name: str, unit: str = "tokens", least: int | Non
 
 def _whole(value: object, head: str, unit: str, least: int | None) -> int:
     """`head` names the field and has `{!r}` for the argument."""
-    if isinstance(value, bool) or not isinstance(value, torch.SymInt | SupportsIndex):
+    if isinstance(value, bool) or not (isinstance(value, int | torch.SymInt) or hasattr(value, "__index__")):
         raise ProblemError(f"{head.format(value)}: expected a whole number of {unit}.")
     if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
         return cast(int, value)

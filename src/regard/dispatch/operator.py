@@ -31,6 +31,7 @@ from regard.describe.mask_by_table import TensorMask
 from regard.describe.mask_function import MaskFunction
 from regard.describe.score import Dot
 from regard.describe.serialized import deserialize
+from regard.describe.spec import bound_to
 from regard.describe.tensors import is_without_data
 from regard.dispatch.choose import BACKENDS, check_backend
 from regard.dispatch.execute import drawing, execute
@@ -283,11 +284,11 @@ def _bound(
     """A mask or bias in this call, and the position of the first query for it."""
     sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, 0)
     if not isinstance(start, Tensor):
-        return cast(Any, term).bind(sizes._replace(offset=start)), start
+        return bound_to(cast(Any, term), sizes._replace(offset=start)), start
     if not torch.compiler.is_compiling() and not is_without_data(start):
         first = tuple(start.expand(q.shape[0]).tolist())
-        return cast(Any, by_row(term, first)).bind(sizes), 0
-    if cast(Any, term).bind(sizes) is not term:
+        return bound_to(cast(Any, by_row(term, first)), sizes), 0
+    if bound_to(cast(Any, term), sizes) is not term:
         raise RefusalError(
             f"{term!r} with an offset that is a tensor, in a call that torch traces: its `bind` needs the offset as a "
             "number. Give offset as an int, or call attend outside of torch.compile, or put all that it needs into "

@@ -21,6 +21,7 @@ from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask, is_made_of
 from regard.describe.mask_by_rule import Causal, Dilated, Prefix, Window
 from regard.describe.score import Dot
+from regard.describe.spec import bound_to
 from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose, forget_plans
@@ -61,8 +62,9 @@ UNTRACEABLE = (
 _Alike: TypeAlias = "dict[Sizes | Fingerprint | Kind | None, _Known]"
 
 _calls: dict[object, _Alike] = {}
-"""By form, then by sizes; or for any sizes, by the mask where it depends on positions alone, and under None without a
-mask or for other masks. Where the plan depends on the kind of call, by that, and under None is one of these."""
+"""Plans by form, then by sizes; or for any sizes, by the mask where it depends on positions alone, and under None
+without a mask or for other masks. Where the plan depends on the kind of call, by that, and under None is one of
+these."""
 
 _lock = Lock()
 
@@ -133,14 +135,14 @@ def _of_other_sizes(alike: _Alike, request: Request, sizes: Sizes) -> _Known | N
         check_specs(mask, None, None)
         if not content.is_constant:
             check_has_data(mask)
-        mask = mask.bind(call)
+        mask = bound_to(mask, call)
     if by_kind:
         known = alike.get(kind_of_call(plan.posed, mask, call))
         if known is None or (plan := known.plan()) is None:
             return None
     elif not plan.is_for_any_mask and not (mask is None or hides_nothing(mask, call)):
         return None
-    bias = None if bias is None else bias.bind(call)
+    bias = None if bias is None else bound_to(bias, call)
     is_constant = content is None or content.is_constant
     known = _Known(known.plan, mask if is_constant else None, _constant(bias))
     is_fixed = is_constant and plan.is_for_any_mask and mask is not None and is_made_of(mask, OF_ANY_CALL)
@@ -154,9 +156,9 @@ def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Oper
     if mask is not None:
         mask = known.mask
         if mask is None and (plan.is_for_any_mask or plan.problem.mask is not None):
-            mask = cast(Mask, request.mask).bind(_call_sizes(request))
+            mask = bound_to(cast(Mask, request.mask), _call_sizes(request))
     if bias is not None:
-        bias = known.bias if known.bias is not None else bias.bind(_call_sizes(request))
+        bias = known.bias if known.bias is not None else bound_to(bias, _call_sizes(request))
     if type(score) is Dot:
         score = None
     offset = sizes.keys - sizes.queries if offset is None else offset

@@ -16,6 +16,9 @@ from typing import Any
 
 from regard.dispatch.onnx_form import AT_END
 
+POSITIONAL = {"is_causal", "left_window_size", "right_window_size"}
+"""The attributes of `Attention` that compare positions."""
+
 
 def join_caches(model: Any) -> None:
     """Rewrite, in place, every `Attention` of an `onnx_ir.Model` whose keys and values were joined for it."""
@@ -33,7 +36,9 @@ def _parts(node: Any) -> tuple[Any, Any] | None:
     joins = [_join_of(node.inputs[i]) for i in (1, 2)]
     if None in joins or len(node.outputs) > 1 or (placed is None and _has(node, 6)):
         return None
-    if placed == "mask" or (placed is None and "is_causal" in node.attributes):
+    if not all(_is_read_elsewhere(value) for value in node.inputs[1:3]):
+        return None
+    if placed == "mask" or (placed is None and not POSITIONAL.isdisjoint(node.attributes)):
         return None
     if placed is not None and _tokens(node.inputs[0]) != _tokens(joins[0].inputs[1]):
         return None
@@ -50,6 +55,11 @@ def _join(graph: Any, node: Any, keys: Any, values: Any) -> None:
     made = ir.Node("", "Attention", inputs, attributes.values(), num_outputs=3, version=node.version, name=node.name)
     old = [node.outputs[0], keys.outputs[0], values.outputs[0]]
     ir.convenience.replace_nodes_and_values(graph, node, [node, keys, values], [made], old, made.outputs)
+
+
+def _is_read_elsewhere(value: Any) -> bool:
+    """Whether `Attention` is not alone in reading it: without a present, onnxruntime refuses a past (23 and 24)."""
+    return value.is_graph_output() or len(value.uses()) > 1
 
 
 def _join_of(value: Any) -> Any:

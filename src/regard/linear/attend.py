@@ -20,7 +20,7 @@ from regard.linear.finite import guarded, is_all_finite, rule_tensors
 from regard.linear.rule import Rule
 from regard.linear.segment import Carry, Segment, split
 from regard.linear.state import LinearResult, LinearState
-from regard.wide import wide_of
+from regard.wide import autocast_dtype, wide_of
 
 ELU1 = Elu1()
 
@@ -281,6 +281,4 @@ def _segment_tokens(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, tokens: i
 def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
     """Disable autocast: sums are accumulated in fp32 under autocast as well."""
     kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return nullcontext() if autocast_dtype(kind) is None else torch.autocast(kind, enabled=False)

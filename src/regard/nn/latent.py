@@ -172,6 +172,20 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(heads * v_dim, d_model, out_bias, device, dtype)
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
 
+    def reset_parameters(self) -> None:
+        """Set the sinks to 0, as after `to_empty`; projections and norms have a `reset_parameters` of their own.
+
+        >>> made = LatentAttention(8, 2, kv_rank=4, nope_dim=4, rope_dim=0, v_dim=4, sink=True, device="meta")
+        >>> _ = made.to_empty(device="cpu")
+        >>> for part in made.modules():
+        ...     getattr(part, "reset_parameters", lambda: None)()
+        >>> made.sinks
+        Parameter containing:
+        tensor([0., 0.], requires_grad=True)
+        """
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
     @suggest_keywords
     def forward(
         self,

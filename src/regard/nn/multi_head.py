@@ -146,6 +146,20 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
 
+    def reset_parameters(self) -> None:
+        """Set the sinks to 0, as after `to_empty`; projections and norms have a `reset_parameters` of their own.
+
+        >>> made = MultiHeadAttention(8, 2, sink=True, device="meta")
+        >>> _ = made.to_empty(device="cpu")
+        >>> for part in made.modules():
+        ...     getattr(part, "reset_parameters", lambda: None)()
+        >>> made.sinks
+        Parameter containing:
+        tensor([0., 0.], requires_grad=True)
+        """
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
     @suggest_keywords
     def forward(
         self,

@@ -230,7 +230,7 @@ def _assemble(
     made = LatentAttention(
         module.d_model, module.heads, kv_rank=down.shape[0], nope_dim=nope, rope_dim=rope_dims.shape[1],
         v_dim=module.head_dim, kv_heads=module.kv_heads, rope_heads=module.kv_heads if pairs else 1,
-        position=RopePairs(rope, tuple(pairs)) if rope is not None and pairs else None, norm=False,
+        position=RopePairs(deepcopy(rope), tuple(pairs)) if rope is not None and pairs else None, norm=False,
         qkv_bias=biased, q_bias=biased, out_bias=biased or _bias(module.o_proj) is not None, mask=deepcopy(module.mask),
         scale=module.head_dim**-0.5 if module.scale is None else module.scale, softcap=module.softcap,
         sink=module.sinks is not None, dropout=module.dropout, backend=module.backend,

@@ -16,7 +16,7 @@ from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
 from regard.describe.score import Dot, Score
-from regard.describe.spec import Spec
+from regard.describe.spec import Spec, bound_to
 from regard.describe.tensors import elements
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
@@ -140,8 +140,8 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
     sizes = CallSizes(a.q.shape[0], a.q.shape[1], queries.tokens, keys.tokens, offset)
     if a.mask is not None:
         check_has_data(a.mask)
-    mask = None if a.mask is None else a.mask.bind(sizes)
-    bias = None if a.bias is None else a.bias.bind(sizes)
+    mask = None if a.mask is None else bound_to(a.mask, sizes)
+    bias = None if a.bias is None else bound_to(a.bias, sizes)
     seed = mixed(draw(), place.rank) if a.dropout else 0
     formula = Formula(mask, bias, a.score, a.scale, a.softcap, float(a.dropout), a.backend, seed)
     return a, sizes, ShardedCall(formula, queries, keys, offset, route_of(mask, sizes, queries, keys))

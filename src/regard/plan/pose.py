@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 from regard.describe.mask import CallSizes
 from regard.describe.score import Dot
+from regard.describe.spec import bound_to
 from regard.plan.checks import (
     check_device,
     check_has_data,
@@ -38,12 +39,12 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         check_has_data(mask)
     compared = score or Dot()
     score_dim = compared.dim(qk_dim, k.shape[3])
-    score = None if type(compared) is Dot else compared.bind(heads, kv_heads)
+    score = None if type(compared) is Dot else bound_to(compared, heads, kv_heads)
     check_numbers(scale, softcap, dropout)
     check_sink(sink, heads, q)
     offset = keys - queries if offset is None else check_offset(offset)
     sizes = CallSizes(batch, heads, queries, keys, offset)
-    mask, bias = None if mask is None else mask.bind(sizes), None if bias is None else bias.bind(sizes)
+    mask, bias = None if mask is None else bound_to(mask, sizes), None if bias is None else bound_to(bias, sizes)
     specs = [spec for spec in (bias, score) if spec is not None]
     for spec in specs:
         check_device(spec, q)
