@@ -46,7 +46,9 @@ tokens, heads as above."""
 
 SHARED = f"""\
 {cache_batches.SHARERS} sequences that share a prefix of {cache_batches.PREFIX:,} tokens and have {cache_batches.OWN} of
-their own: `attend_shared` reads the prefix once for all, `attend` once for each."""
+their own: `attend_shared` reads the prefix once for all, `attend` once for each. A prefix of 4,096 tokens has 16 MiB,
+which a CPU with a third level cache of 32 MiB reads again from there. With a prefix of 32,768 tokens, 128 MiB, the
+three times were 31, 80 and 82 ms (29 November 2026)."""
 
 MODEL = f"""\
 One more token of {{model}} in float32 after {cache_model.TOKENS:,} tokens (random keys and values, which do not

@@ -2,7 +2,7 @@
 
 ```
 python docs/refresh.py            # all parts; on a quiet machine, since some measure
-python docs/refresh.py demo       # one of: explain, demo, generate, schedules, speed
+python docs/refresh.py demo       # one of: explain, demo, generate, schedules, speed, api
 ```
 
 | part | shown in |
@@ -11,6 +11,7 @@ python docs/refresh.py demo       # one of: explain, demo, generate, schedules, 
 | demo, generate | docs/command.md; demo also makes docs/page.png |
 | schedules | docs/schedules.md |
 | speed | docs/speed.svg, drawn from docs/performance/zen5.md, which `./bench --write` measures |
+| api | docs/api.md, from the `__all__` of each public module |
 """
 
 # a script, not a part of a package
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import api_page
 
 ROOT = Path(__file__).parents[1]
 README, COMMAND = ROOT / "README.md", ROOT / "docs" / "command.md"
@@ -62,6 +65,11 @@ def speed() -> None:
     _output([*drawn, ROOT / "docs" / "performance" / "zen5.md", ROOT / "docs" / "speed.svg"])
 
 
+def api() -> None:
+    """The page of all public names."""
+    api_page.PAGE.write_text(api_page.page())
+
+
 def _output(command: list[str | Path], **environment: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True)
     return done.stdout
@@ -74,7 +82,7 @@ def _show(document: Path, name: str, output: str) -> None:
     document.write_text(marked.sub(lambda _: block, document.read_text()))
 
 
-PARTS = {"explain": explain, "demo": demo, "generate": generate, "schedules": schedules, "speed": speed}
+PARTS = {"explain": explain, "demo": demo, "generate": generate, "schedules": schedules, "speed": speed, "api": api}
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or PARTS:

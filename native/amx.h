@@ -247,7 +247,7 @@ namespace REGARD_ISA {
 // Called now and then between products in tiles, while vectors are computed with: a product that nobody needs, into
 // tile 5, which each product of rows loads before it uses it. The unit for tiles goes to sleep when it had nothing to
 // do for 1,600 to 2,400 cycles, and waking it takes 1,100 to 1,500. For 280 cycles after a product vectors of 512 bits
-// are half as fast. (Intel Xeon: native/README.md.)
+// are half as fast. (Intel Xeon: native/MEASUREMENTS.md.)
 template <typename K>
 REGARD_INLINE void stay_awake() {
 #if defined(REGARD_TILES)

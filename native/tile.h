@@ -9,7 +9,7 @@
 // In each lane a sum is one chain of multiply-adds in the order of i (with AMX two, by 32: chains.h), whatever the
 // other lanes do and however the rows are grouped: a row's bits are its own. Blocking: R rows by N vectors are in
 // registers, 6 x 4 of 32, 6 x 2 or 3 x 4 of 16. Steps of 512-bit products are written out two at a time:
-// native/README.md.
+// native/MEASUREMENTS.md.
 #pragma once
 
 #include <type_traits>

@@ -1,7 +1,7 @@
 """regard: the attention mechanism as a library.
 
-Say in one line which tokens may look at which; regard computes it exactly and fast on the machine at hand, tells what
-it costs before it runs, and shows what it did afterwards.
+Describe in one line which tokens may attend to which, and how; regard computes the attention exactly, reports its cost
+before it runs, and shows afterwards what it did.
 
 What most programs use is here, listed in `public.py`. The rest is grouped:
 
@@ -11,6 +11,7 @@ What most programs use is here, listed in `public.py`. The rest is grouped:
 - `regard.flex`: FlexAttention's functions. `regard.linear`: linear (kernel) attention.
 - `regard.parallel`: sequences that are sharded over machines.
 - `regard.inspect`: what heads do. `regard.integrate`: transformers.
+- `regard.cost`: what a model or a call costs. `regard.evaluate`: whether a model and a cache hold at length.
 
 Names are imported when the first of them is used (PEP 562), and torch with them: the command `regard` reads its
 arguments before that.
@@ -41,6 +42,6 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        rooms = ("cache", "cost", "evaluate", "flex", "inspect", "integrate", "linear", "nn", "parallel")
+        packages = ("cache", "cost", "evaluate", "flex", "inspect", "integrate", "linear", "nn", "parallel")
         groups = ("extend", "rope", "scores")
-        return sorted({"__version__", *rooms, *groups, *__getattr__("__all__")})
+        return sorted({"__version__", *packages, *groups, *__getattr__("__all__")})

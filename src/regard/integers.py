@@ -1,4 +1,4 @@
-"""Which values are integers: Python's, numpy's, any type with `__index__`; without torch, for rooms that need none."""
+"""Which values are integers: Python's, numpy's, any type with `__index__`; without torch, where none is needed."""
 
 import operator
 from typing import SupportsIndex, cast

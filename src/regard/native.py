@@ -162,10 +162,10 @@ def _load(path: str) -> ctypes.CDLL | str:
 
 
 ELF = struct.Struct("<4sBB26xQQ6xHHHH2x")
-"""Of the header of an ELF file: magic, class, byte order, then offset, size and count of its two tables."""
+"""The header of an ELF file: magic, class, byte order, then offset, size and count of its two tables."""
 
 SEGMENT = struct.Struct("<8xQ16xQ")
-"""Of a segment in its table: offset and size in the file."""
+"""A segment in its table: offset and size in the file."""
 
 
 def _is_cut_short(path: str) -> bool:

@@ -150,7 +150,7 @@ _BEGIN = ctypes.c_int64(0)
 _PACK = struct.Struct(f"={len(OPERANDS)}q").pack
 
 pack_packed = struct.Struct("=q24sq24sq24sq32s3q16s4q").pack
-"""Of `OPERANDS`, the strides of q, k, v and out (with lse) and the intervals are bytes; all others are integers."""
+"""Packs `OPERANDS`: the strides of q, k, v and out (with lse) and the intervals are bytes; all others are integers."""
 
 
 def packed_operands(*values: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The public names of `regard`, from their rooms: what `import regard` offers, loaded when the first is used."""
+"""The public names of `regard`, from their packages: what `import regard` offers, loaded when the first is used."""
 
 from regard.attention import attend, attend_state, explain
 from regard.cache import KVCache

@@ -1,9 +1,10 @@
 """Attention of sequences with a shared prefix: the keys of the prefix are read once for all rows.
 
 The queries of all rows that share a prefix become the queries of one call over it. A second call is over the other keys
-of each row, and the two results merge as states (`state.py`). Otherwise each row reads the prefix for itself, and reads
-are the cost of decode. Juravsky et al. 2024, Hydragen, arXiv:2402.05099, §3; for a
-tree of prefixes: Ye et al. 2024, "Cascade Inference", flashinfer.ai/2024/02/02/cascade-inference.html.
+of each row, and the two results merge as states (`state.py`). Otherwise each row reads the prefix for itself; this pays
+where the prefix does not fit into the caches of the CPU, or where rows have copies of it. Juravsky et al. 2024,
+Hydragen, arXiv:2402.05099, §3; for a tree of prefixes: Ye et al. 2024, "Cascade Inference",
+flashinfer.ai/2024/02/02/cascade-inference.html.
 """
 
 from dataclasses import dataclass

@@ -281,7 +281,7 @@ def test_the_reference_needs_no_memory_for_all_scores():
 
 def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pytest.MonkeyPatch):
     """Tiles recomputed in the backward pass give the same as tiles remembered."""
-    from regard.backend import tiled
+    from regard.backend import reference
 
     case = CASES["everything"]()
     table = torch.randn(2, 1, 53, 211, requires_grad=True)
@@ -292,7 +292,7 @@ def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pyte
         return torch.autograd.grad(attend(*leaves, **words).sin().sum(), (*leaves, table))
 
     remembered = gradients()
-    monkeypatch.setattr(tiled, "REMEMBERED", 0)
+    monkeypatch.setattr(reference, "REMEMBERED", 0)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(), remembered, strict=True))
 
 
@@ -300,9 +300,9 @@ def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pyte
 def test_what_a_large_problem_reads_again_must_not_be_written_to_before_the_backward_pass(
     which: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from regard.backend import tiled
+    from regard.backend import reference
 
-    monkeypatch.setattr(tiled, "REMEMBERED", 0)
+    monkeypatch.setattr(reference, "REMEMBERED", 0)
     leaf = torch.randn(1, 1, 16, 8, requires_grad=True)
     read = {"q": leaf * 1, "k": leaf * 1, "v": leaf * 1, "table": torch.randn(16, 16)}
     out = attend(*(read[name] for name in "qkv"), bias=TensorBias(read["table"]), backend="reference")
@@ -312,7 +312,7 @@ def test_what_a_large_problem_reads_again_must_not_be_written_to_before_the_back
 
 
 def test_what_a_large_problem_reads_again_may_be_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
-    from regard.backend import tiled
+    from regard.backend import reference
 
     with torch.inference_mode():
         q, table = torch.randn(1, 1, 16, 8), torch.randn(16, 16)
@@ -322,7 +322,7 @@ def test_what_a_large_problem_reads_again_may_be_made_in_inference_mode(monkeypa
         return torch.autograd.grad(attend(q, k, k, bias=TensorBias(table), backend="reference").sin().sum(), k)[0]
 
     remembered = gradient()
-    monkeypatch.setattr(tiled, "REMEMBERED", 0)
+    monkeypatch.setattr(reference, "REMEMBERED", 0)
     torch.testing.assert_close(gradient(), remembered)
 
 
@@ -340,9 +340,9 @@ def test_dropout_is_seeded_by_torchs_generator_and_keeps_the_mean():
 
 
 def test_dropout_of_a_large_problem_drops_the_same_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch):
-    from regard.backend import tiled
+    from regard.backend import reference
 
-    monkeypatch.setattr(tiled, "REMEMBERED", 0)
+    monkeypatch.setattr(reference, "REMEMBERED", 0)
     q, k = torch.randn(1, 1, 16, 8, dtype=torch.float64), torch.randn(1, 1, 16, 8, dtype=torch.float64)
     v = torch.randn(1, 1, 16, 4, dtype=torch.float64, requires_grad=True)
     out = attend(q, k, v, dropout=0.5, backend="reference")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window, attend
-from regard.backend import tiled
+from regard.backend import reference
 from regard.backend.definition import attention, kept, positions
 
 LOG2, LOG3 = math.log(2), math.log(3)
@@ -139,7 +139,7 @@ def test_the_rows_of_a_bias_are_those_of_the_call():
 
 
 def test_reference_weighs_each_key_of_a_row_that_a_finite_number_hides(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiled, "SCORES", 1)  # 300 keys are three chunks, the last of 44
+    monkeypatch.setattr(reference, "SCORES", 1)  # 300 keys are three chunks, the last of 44
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, n, 8, generator=generator) for n in (7, 300, 300)]
     bias = torch.randn(1, 1, 7, 300, generator=generator)
@@ -156,12 +156,12 @@ def test_reference_weighs_each_key_of_a_row_that_a_finite_number_hides(monkeypat
 
 
 @pytest.mark.parametrize("far", [2.0**18, -1e9, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("remembered", [tiled.REMEMBERED, 0], ids=["kept", "computed again"])
+@pytest.mark.parametrize("remembered", [reference.REMEMBERED, 0], ids=["kept", "computed again"])
 def test_a_sink_near_far_scores_has_its_exact_share_in_reference(
     far: float, remembered: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tiled, "SCORES", 1)  # 300 keys are three chunks
-    monkeypatch.setattr(tiled, "REMEMBERED", remembered)
+    monkeypatch.setattr(reference, "SCORES", 1)  # 300 keys are three chunks
+    monkeypatch.setattr(reference, "REMEMBERED", remembered)
     q, k, v = torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 300, 8), torch.ones(1, 2, 300, 8)
     bias = torch.zeros(7, 300)
     bias[3] = far

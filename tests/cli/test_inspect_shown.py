@@ -75,8 +75,8 @@ def test_a_narrow_table_of_kinds_breaks_the_names_of_heads_and_cuts_nothing():
 def test_the_columns_are_explained_below_the_table(capsys):
     main(["inspect", "--top", "2"], tools=Surveyed())
     out = capsys.readouterr().out
-    legend = out[out.index("same kind on other texts:") :].splitlines()[:3]
-    assert legend[0].startswith("same kind on other texts: the share of draws from three other texts")
+    legend = out[out.index("same kind: the share") :].splitlines()[:3]
+    assert legend[0].startswith("same kind: the share of draws from three other texts")
     assert legend[1].startswith("chance: the score of uniform attention")
     assert legend[2] == "induction: measured on random tokens that repeat, not on the prompt"
     main(["inspect", "--top", "2", "--measures", "sink", "--force"], tools=Surveyed())
@@ -99,7 +99,7 @@ def test_into_a_pipe_go_plain_columns(capsys):
     assert "\x1b" not in out
     assert "━" not in out
     header = next(line for line in out.splitlines() if line.startswith("head"))
-    assert header.split() == ["head", "kind", "sure", "sink", "previous", "induction", "entropy"]
+    assert header.split() == ["head", "kind", "same", "sink", "previous", "induction", "entropy"]
 
 
 def test_a_pipe_gets_every_column_whole(capsys):
@@ -109,7 +109,7 @@ def test_a_pipe_gets_every_column_whole(capsys):
     main(["inspect", "--measures", ",".join(asked)], tools=Surveyed())
     out = capsys.readouterr().out
     header = next(line for line in out.splitlines() if line.startswith("head"))
-    assert header.split() == ["head", "kind", "sure", *asked]
+    assert header.split() == ["head", "kind", "same", *asked]
     first = report().heads[0]
     row = next(line for line in out.splitlines() if line.startswith(f"{first.name} "))
     assert row.split()[-2:] == [f"{first.value(measure):.3f}" for measure in ("entropy", "effective_tokens")]
@@ -197,7 +197,7 @@ def test_measures_for_which_a_terminal_has_no_room_are_named():
     text = in_a_terminal(80, top=3, measures=asked)
     assert max(map(len, text.splitlines())) <= 80
     header = next(line for line in text.splitlines() if line.startswith("head "))
-    assert header.split() == ["head", "kind", "sure", "entropy", "effective_tokens", "induction", "sink"]
+    assert header.split() == ["head", "kind", "same", "entropy", "effective_tokens", "induction", "sink"]
     assert "No room for previous: see the page" in text
 
 
@@ -223,7 +223,7 @@ def test_what_a_terminal_would_obey_is_only_shown(capsys):
 def test_measures_that_were_asked_for_are_the_columns(capsys):
     main(["inspect", "--measures", "effective_tokens,sink", "--measures", "sink"], tools=Surveyed())
     header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("head"))
-    assert header.split() == ["head", "kind", "sure", "effective_tokens", "sink"]
+    assert header.split() == ["head", "kind", "same", "effective_tokens", "sink"]
 
 
 def test_a_head_in_detail_has_every_score_its_meaning_and_its_strongest_pairs(capsys):
@@ -262,7 +262,7 @@ def test_chance_is_a_range_where_layers_have_other_masks(capsys):
     windowed = [replace(h, scores={**h.scores, "sink": Estimate(0.5, 0.5 * (h.layer == 1))}) for h in made.heads]
     survey_view.show(replace(made, heads=tuple(windowed)), top=12)
     lines = capsys.readouterr().out.splitlines()
-    at = next(n for n, line in enumerate(lines) if line.split()[:4] == ["head", "kind", "sure", "sink"])
+    at = next(n for n, line in enumerate(lines) if line.split()[:4] == ["head", "kind", "same", "sink"])
     column = lines[at].index("sink")
     assert [line[column:].split("  ")[0] for line in lines[at + 1 : at + 3]] == ["0.000", "to 0.500"]
     shown = [head for head in windowed if head.layer != 1]

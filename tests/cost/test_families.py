@@ -15,9 +15,10 @@ from regard.cost import cost, family_rules, find_model, layer_patterns, load_mod
 from regard.cost.config import from_config
 from regard.cost.config_fields import NAMES
 from regard.cost.entries import SHARED_EXPERTS
-from regard.cost.families import default_entries, family_names, find_family, is_sum, refusals
+from regard.cost.families import default_entries, find_family, is_sum, refusals
 from regard.cost.parameter_count import parameters
 from regard.cost.recurrent import recurrent_layer
+from regard.cost.tables import table
 from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
 
@@ -31,6 +32,9 @@ ENCODERS = (
     "bert", "bert-generation", "camembert", "data2vec-text", "ernie", "megatron-bert", "modernbert", "roberta",
     "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
 )  # fmt: skip
+
+FAMILIES = set(table("families.toml")["families"])
+"""The families that can be counted."""
 
 NOT_OF_TRANSFORMERS = {"transformer"}
 """Families of models.toml that have no configuration there."""
@@ -172,7 +176,7 @@ def text_family(family):
 
 
 def test_every_architecture_that_generates_or_fills_masks_is_counted_or_refused_by_name():
-    counted, refused = set(family_names()), set(refusals())
+    counted, refused = FAMILIES, set(refusals())
     assert not counted & refused
     assert {text_family(family) for family in {*DECODERS, *BOTH, *FILL_MASKS}} - counted - refused == set()
 
@@ -191,7 +195,7 @@ def test_families_that_count_as_llamas_are_causal_decoders():
     if not transformers.__version__.startswith("5.24."):
         pytest.skip(f"the families are those of transformers 5.24, and this is {transformers.__version__}")
     found = set()
-    for family in {*auto.configuration_auto.CONFIG_MAPPING.keys()} - {*family_names(), *refusals()}:
+    for family in {*auto.configuration_auto.CONFIG_MAPPING.keys()} - {*FAMILIES, *refusals()}:
         with contextlib.suppress(Exception):  # of a configuration that its defaults cannot make, and refused entries
             entries = auto.configuration_auto.CONFIG_MAPPING[family]().to_dict()
             if from_config("m", entries).notes[0].startswith("model_type"):
@@ -201,7 +205,7 @@ def test_families_that_count_as_llamas_are_causal_decoders():
 
 def test_every_name_is_a_family_of_transformers():
     names = {*auto.configuration_auto.CONFIG_MAPPING.keys()} | NOT_OF_TRANSFORMERS
-    assert {*family_names(), *refusals()} - names == set()
+    assert {*FAMILIES, *refusals()} - names == set()
 
 
 @pytest.mark.parametrize("family", ["emu3", "gemma3", "llama4", "qwen2_audio", "qwen3_5", "qwen3_5_moe", "voxtral"])
@@ -213,7 +217,7 @@ def test_of_a_model_with_images_or_sounds_the_text_model_is_counted(family, tmp_
     assert parameters(load_model(str(tmp_path))).total == parameters(load_model(str(tmp_path / "text"))).total
 
 
-COUNTED = sorted({*family_names()} - NOT_OF_TRANSFORMERS - WITHOUT_A_MODEL)
+COUNTED = sorted(FAMILIES - NOT_OF_TRANSFORMERS - WITHOUT_A_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +373,7 @@ def entries_that_are_read(family):
 def defaults_of_transformers():
     """The content of config_defaults.json: defaults of a class, not what an instance computes from other entries."""
     found = {}
-    for family in sorted({*family_names()} - NOT_OF_TRANSFORMERS):
+    for family in sorted(FAMILIES - NOT_OF_TRANSFORMERS):
         fields, read = dataclasses.fields(auto.configuration_auto.CONFIG_MAPPING[family]), entries_that_are_read(family)
         plain = [each for each in fields if type(each.default) in (int, bool, str) and each.name in read]
         found[family] = {each.name: each.default for each in plain if each.name != "model_type"}

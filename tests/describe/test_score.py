@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, ProblemError, TensorMask, Window, attend, attend_state, explain
-from regard.backend import tiled
+from regard.backend import reference
 from regard.extend import spec
 from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score, SoftDict
 from tests.expressions import masks
@@ -349,7 +349,7 @@ def test_heads_taken_one_by_one_are_heads_taken_at_once(monkeypatch: pytest.Monk
         whole = attend(q, k, v, score=score, mask=Causal(), backend="reference")
         expected = torch.autograd.grad(whole.sum(), leaves)
         with monkeypatch.context() as patch:
-            patch.setattr(tiled, "SLAB", 100)
+            patch.setattr(reference, "SLAB", 100)
             parts = attend(q, k, v, score=score, mask=Causal(), backend="reference")
             found = torch.autograd.grad(parts.sum(), leaves)
         assert torch.allclose(parts, whole, atol=1e-14), name
@@ -359,7 +359,7 @@ def test_heads_taken_one_by_one_are_heads_taken_at_once(monkeypatch: pytest.Monk
 def test_weights_of_heads_taken_one_by_one_must_not_be_written_to_before_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(tiled, "SLAB", 100)
+    monkeypatch.setattr(reference, "SLAB", 100)
     q, k, v = small()
     weights = normal(6, 3)
     out = attend(q, k, v, score=Additive(normal(6, 3, 5), normal(2, 3, 5), weights), backend="reference")

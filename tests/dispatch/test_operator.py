@@ -976,7 +976,7 @@ def test_a_trace_of_torch_jit_is_refused_as_its_graph_would_not_compute():
 def test_a_traced_call_with_dropout_leaves_torchs_generators_to_other_threads(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("regard.backend.tiled.REMEMBERED", 0)  # so that `reference` computes tiles again
+    monkeypatch.setattr("regard.backend.reference.REMEMBERED", 0)  # so that `reference` computes tiles again
     monkeypatch.setattr(torch.random, "fork_rng", refuse)
     q = torch.randn(1, 2, 300, 16)
     v = torch.randn(1, 2, 300, 16, requires_grad=True)

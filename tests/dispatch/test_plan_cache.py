@@ -28,7 +28,7 @@ from regard import (
     explain,
     observe_calls,
 )
-from regard.backend.tiled import Tiled
+from regard.backend.reference import Reference
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
@@ -257,7 +257,7 @@ ALTERED: dict[str, list[Any]] = {
     "sink": [None, torch.zeros(2).double(), torch.zeros(2).requires_grad_()],
     "dropout": [0.0, 0, False],
     "offset": [None, 0, True],
-    "backend": [None, "native", Tiled()],
+    "backend": [None, "native", Reference()],
     "lse": [False],
     "stored": [None, tuple(StoredTensor.of(torch.randn(1, 2, 9, 8).double()) for _ in range(2))],
 }  # fmt: skip

@@ -97,10 +97,11 @@ class Backend(ABC):
     >>> from regard import Causal, State, attend, explain
     >>> from regard.extend import Backend, Kernel, Operands, Problem, Schedule
     >>> class Plain(Backend):
-    ...     name = "plain"
+    ...     name, hides_by_zero = "plain", True  # 0 * NaN is NaN: regard passes finite keys and values only
     ...
     ...     def refusals(self, problem: Problem) -> list[str]:
     ...         reasons = {
+    ...             "it has dot products only": problem.score is not None,
     ...             "it has no bias": problem.bias is not None,
     ...             "it has no softcap": problem.softcap is not None,
     ...             "it has no sink": problem.sink,
@@ -113,9 +114,10 @@ class Backend(ABC):
     ...         keep = schedule.keep()  # [batch or 1, heads or 1, queries, keys]
     ...
     ...         def kernel(operands: Operands) -> State:
-    ...             scores = problem.scale * operands.q @ operands.k.mT
-    ...             scores = scores.masked_fill(~keep, -torch.inf)
-    ...             return State(scores.softmax(-1).nan_to_num() @ operands.v, scores.logsumexp(-1))
+    ...             scores = (problem.scale * operands.q @ operands.k.mT).masked_fill(~keep, -torch.inf)
+    ...             lse = scores.logsumexp(-1)
+    ...             weights = scores.softmax(-1).masked_fill(lse[..., None] == -torch.inf, 0)  # no key: 0
+    ...             return State(weights @ operands.v, lse.to(torch.promote_types(lse.dtype, torch.float32)))
     ...
     ...         return kernel
 

@@ -6,7 +6,8 @@
     lse = log(sum of exp(s) over the kept keys)                      without the sink
 
 A query that keeps no key has out 0 and lse -inf. Read this file first; the tests hold every backend to it, in float64.
-Nothing at run time uses it, since it needs memory for queries x keys: `tiled.py` is the backend that runs everything.
+Nothing at run time uses it, since it needs memory for queries x keys: `reference.py` is the backend that runs
+everything.
 """
 
 from collections.abc import Callable

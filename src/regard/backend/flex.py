@@ -34,7 +34,7 @@ FORMS = 256
 """Compiled functions that are kept; on a CPU, one for each form and sizes."""
 
 VARIANTS = 64
-"""Of a form, for types, gradients and sizes of 1, that torch may compile; it raises an error beyond."""
+"""How many variants of a form torch may compile (types, gradients, sizes of 1); it raises an error beyond."""
 
 MOST_ROWS = 65535
 """Batch rows, and heads: blocks along the second and the third axis of a grid on CUDA."""

@@ -39,7 +39,7 @@ from regard.backend.native_repeated import Like, repeated, repeated_stored
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.huge_pages import advise_huge_pages, allocator_like
 from regard.plan.checks import Saved
-from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
+from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, rotate
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -60,7 +60,7 @@ class Native(Backend):
 
     name: str = "native"
     tile: int = 64
-    lowerings: tuple[Lowering, ...] = (gather_where_needed, turn, prepare_score, pack, add_biases)
+    lowerings: tuple[Lowering, ...] = (gather_where_needed, rotate, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
     any_length: bool = True
     any_mask: bool = True

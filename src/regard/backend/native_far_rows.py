@@ -19,7 +19,7 @@ from regard.plan.problem import Problem
 from regard.state import State
 
 FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
-"""From this distance on, rounding of a log-sum-exp changes weights by 0.2 % and more."""
+"""The distance from which on rounding of a log-sum-exp changes weights by 0.2 % and more."""
 
 SCORES = 1 << 22
 """Scores computed at once."""

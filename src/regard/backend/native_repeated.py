@@ -17,9 +17,9 @@ class Like(NamedTuple):
 
     Attributes:
         by_token: whether outputs are [batch, queries, heads, v_dim] in memory, else [batch, heads, queries, v_dim].
-        out: of the sizes of the output as it is in memory, of one element.
-        strides: of the output: batch, head, token.
-        lse: of the sizes of the log-sum-exp, of one element, NaN.
+        out: a tensor of one expanded element with the sizes of the output in memory.
+        strides: the strides of the output: batch, head, token.
+        lse: a tensor of one expanded element, NaN, with the sizes of the log-sum-exp.
         empty_like: makes the output from `out`.
     """
 

@@ -27,10 +27,10 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 
 QUERIES = 1 << 16
-"""Of all maps; the tiles of more queries are listed once, and not in each call."""
+"""The most queries of all maps whose tiles are listed in each call; those of more are listed once."""
 
 FARTHEST = 1 << 40
-"""Of an offset, for the library."""
+"""The largest offset that the library takes."""
 
 FIXED = (*OF_POSITIONS, KeyLengths)
 """Masks whose intervals are the same in calls of all sizes."""
@@ -194,13 +194,13 @@ _NONE = (-FAR, FAR, -FAR, FAR)
 """The edges of an interval that has none."""
 
 _NOTHING = Interval(start=0, stop=0)
-"""For a union of no interval: the library reads lists where there are none."""
+"""The interval of a union of none: the library reads lists where there are none."""
 
 ALL = _of_intervals([Interval()], 1)
-"""Of a call without a mask, of up to `QUERIES` queries."""
+"""The tiles of a call without a mask, of up to `QUERIES` queries."""
 
 _kept: Recent[Hashable, Tiles] = Recent(entries=KEPT, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
-"""By batch, heads and `Operands.key`."""
+"""The tiles that are kept, by batch, heads and `Operands.key`."""
 
 _fixed: dict[Fingerprint, Tiles] = {}
-"""By masks whose intervals are the same in every call."""
+"""The tiles of masks whose intervals are the same in every call, by the mask's fingerprint."""

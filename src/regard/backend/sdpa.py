@@ -24,7 +24,7 @@ from regard.state import State
 from regard.torch_internals import flash_attention_for_cpu
 
 LARGEST_DIM = 256
-"""Of the heads that torch's fused kernels for CUDA compute."""
+"""The largest head dimension of torch's fused kernels for CUDA."""
 
 MOST_ROWS = 65535
 """Batch rows, and heads, that a grid of programs on CUDA has room for (pytorch/pytorch#142228)."""

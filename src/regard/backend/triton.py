@@ -22,17 +22,17 @@ from regard.describe.bias import TensorBias
 from regard.gpu.call import Call, Inputs
 from regard.plan.checks import Saved
 from regard.plan.distance import vectors
-from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, turn
+from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, rotate
 from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from regard.state import State
 
 LARGEST_DIM = 256
-"""Of a head: the accumulators of a tile of queries must fit in registers."""
+"""The largest head dimension: the accumulators of a tile of queries must fit in registers."""
 
 LARGEST_DECODED_DIM = 1024
-"""Of a head in decoding: as `LARGEST_DIM`, with few query rows."""
+"""The largest head dimension in decoding, where query rows are few."""
 
 MOST_ROWS = 64
 """Query rows of a key head, its heads times the queries, up to which keys are read where they are stored."""
@@ -65,7 +65,7 @@ class Triton(Backend):
 
     name: str = "triton"
     tile: int = TILE
-    lowerings: tuple[Lowering, ...] = (gather_unless_decoding, turn, prepare_score, pack, add_biases)
+    lowerings: tuple[Lowering, ...] = (gather_unless_decoding, rotate, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
     any_mask: bool = True
 

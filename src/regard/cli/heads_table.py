@@ -43,7 +43,7 @@ def kinds(report: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(f"{len(report.heads)} heads", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("same kind on other texts", justify="right", no_wrap=True)
+    table.add_column("same kind", justify="right", no_wrap=True)
     table.add_column("strongest heads")  # the one column that is broken into lines where the table is too wide
     of_kind: dict[str, list[Head]] = {}
     for head in report.heads:
@@ -57,9 +57,7 @@ def kinds(report: Report) -> Table:
 def legend(measures: Sequence[str], *, sure: bool) -> Text:
     """What the columns of the tables mean, where these measures are shown; `sure`: whether other texts were read."""
     lines = (
-        ["same kind on other texts: the share of draws from three other texts in which the heads have the same kind"]
-        if sure
-        else []
+        ["same kind: the share of draws from three other texts in which the heads have the same kind"] if sure else []
     )
     lines.append("chance: the score of uniform attention, in the line below the names of the measures")
     if random := [key for key in measures if key in BY_KEY and BY_KEY[key].on != "text"]:
@@ -124,7 +122,12 @@ def table(heads: Sequence[Head], measures: Sequence[str], console: Console) -> T
 
 def _headers(heads: Sequence[Head], measures: Sequence[str]) -> list[str]:
     """The names of the columns, all of as many lines: rich aligns others at the bottom."""
-    names = [["head"], ["kind", "chance"], ["sure"], *([measure, *_chances(heads, measure)] for measure in measures)]
+    names = [
+        ["head"],
+        ["kind", "chance"],
+        ["same", "kind"],
+        *([measure, *_chances(heads, measure)] for measure in measures),
+    ]
     most = max(map(len, names))
     return ["\n".join(lines + [""] * (most - len(lines))) for lines in names]
 

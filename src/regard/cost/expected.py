@@ -31,8 +31,8 @@ START = 20e-6
 """Seconds from the call to the kernel, of a call that was made before."""
 
 EFFICIENCY = {"float32": Efficiency(0.84, 1.7, 0.4), "bfloat16": Efficiency(0.77, 2.3, 0.4)}
-"""For a machine whose efficiency was not measured: by type, from the rows `dense`, `causal`, `window` and `decode` of
-docs/performance/zen5.md. They are shares of the peak of vector products, not of AMX."""
+"""The efficiency of a machine on which it was not measured: by type, from the rows `dense`, `causal`, `window` and
+`decode` of docs/performance/zen5.md. They are shares of the peak of vector products, not of AMX."""
 
 
 @runtime_checkable

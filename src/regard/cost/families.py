@@ -38,11 +38,6 @@ class Family:
     recurrent: Mapping[str, Any] | None
 
 
-def family_names() -> list[str]:
-    """The families that can be counted."""
-    return list(table("families.toml")["families"])
-
-
 def refusals() -> dict[str, str]:
     """The families that cannot be counted, each with the reason."""
     return {name: each["reason"] for each in table("refused.toml")["refused"] for name in each["families"]}

@@ -153,4 +153,4 @@ RULES: dict[str, Callable[[str, Entries, Fields], None]] = {
     "opt": _opt,
     "stablelm": _stablelm,
 }
-"""By family: a function of the model's name, its entries, and the fields, which it changes."""
+"""The rule of each family: a function of the model's name, its entries, and the fields, which it changes."""

@@ -123,7 +123,7 @@ def _lfm2(config: Entries) -> Callable[[int], bool]:
 
 
 HYBRID: dict[str, Callable[[Entries], Callable[[int], bool]]] = {"bamba": _bamba, "jamba": _jamba, "lfm2": _lfm2}
-"""By family: from its entries, whether a layer has attention; other layers are recurrent."""
+"""The rule of each hybrid family: from its entries, whether a layer has attention; other layers are recurrent."""
 
 
 def _every(default: int) -> Callable[[Entries, int], str]:
@@ -172,4 +172,4 @@ WINDOWED: dict[str, Callable[[Entries, int], str]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _later_layers,
 }
-"""By family with windows: the letters from its entries and the number of layers."""
+"""The rule of each family with windows: the letters from its entries and the number of layers."""

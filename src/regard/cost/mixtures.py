@@ -15,7 +15,7 @@ DENSE = {
     0: ("flint", "granitemoehybrid", "jamba", "nemotron_h", "qwen2_moe", "qwen3_moe", "qwen3_next"),
     1: ("jamba", "nemotron_h"),
 }
-"""By number of experts: the families whose layers are dense MLPs then; of nemotron_h, layers may have none."""
+"""The families whose layers are dense MLPs, by the number of experts that says so; nemotron_h's may have none."""
 
 OF_MIXTURES = ("experts", "active", "expert_mlp", "shared_mlp", "dense_layers", "shared_gate")
 """Fields that a model without experts does not have."""

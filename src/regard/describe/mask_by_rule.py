@@ -22,7 +22,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
 FARTHEST = 1 << 62
-"""Of a window: more is checked as other numbers are, and limits nothing, so that edges that move fit into 64 bits."""
+"""Windows are cut to this size, so that edges that move fit into 64 bits; no sequence is longer."""
 
 
 @spec

@@ -29,7 +29,7 @@ DENSE = 1 << 20
 """Elements of a bool table up to which every element is counted apart; beyond, blocks of 64 x 64."""
 
 ROUNDING = {"float64": 2.0**-48, "float32": 2.0**-20, "float16": 2.0**-7, "bfloat16": 2.0**-4}
-"""By how much of its magnitude an extent of floats is widened, since torch rounds in each step."""
+"""The share of its magnitude by which an extent of floats is widened, since torch rounds in each step."""
 
 
 EXACT = 2.0**53

@@ -12,8 +12,8 @@ from typing import Any, SupportsIndex, cast
 from regard.backend.contract import Backend, Kernel, RepeatableKernel
 from regard.backend.flex import Flex
 from regard.backend.native import Native
+from regard.backend.reference import Reference
 from regard.backend.sdpa import Sdpa
-from regard.backend.tiled import Tiled
 from regard.backend.triton import Triton
 from regard.cost import attention as cost
 from regard.cost.machine import Machine
@@ -27,9 +27,11 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import KEPT_BYTES, cached_schedule, forget_schedules, is_still
 from regard.state import State
 
-_EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
+_EXACT = Reference(name="reference64", lowerings=(gather, widen, prepare_score))
 
-BACKENDS: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Triton(), Flex(), Tiled(), _EXACT)}
+BACKENDS: dict[str, Backend] = {
+    engine.name: engine for engine in (Native(), Sdpa(), Triton(), Flex(), Reference(), _EXACT)
+}
 """Every backend, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {

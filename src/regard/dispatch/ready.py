@@ -31,7 +31,7 @@ KEPT = 256
 """Calls that are kept, with their kernels; none keeps a tensor of a call."""
 
 FARTHEST = 1 << 40
-"""Of an offset."""
+"""The largest offset that a ready call takes."""
 
 LAST = 2
 """The most calls that are known by a guard at once: layers with two masks, or self-attention and cross-attention. A

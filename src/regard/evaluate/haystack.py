@@ -29,7 +29,7 @@ OF_ANY_SCRIPT = re.compile(r"(?<=[.!?…؟۔।])\s+|(?<=[。！？])\s*(?=.)")
 LONGEST = 2500
 """Characters of a sentence, at most; the longest one of Moby-Dick has 2,331. Longer ones are cut into `PARTS`."""
 PARTS = re.compile(r"\S.{0,149}(?!\S)|\S{150}")
-"""Up to 150 characters of whole words, which is the mean length of a sentence of Moby-Dick."""
+"""A sentence: up to 150 characters of whole words, which is the mean length of a sentence of Moby-Dick."""
 
 
 @dataclass(frozen=True)

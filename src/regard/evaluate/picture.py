@@ -99,7 +99,7 @@ def _number(value: float | str) -> tuple[int, float, str]:
 
 
 Place = Callable[[float, float], tuple[float, float]]
-"""From the values of both axes to the place in a picture."""
+"""A function from the values of both axes to the place in a picture."""
 
 
 def plot(title: str, label: str, lines: Sequence[Line], limits: tuple[float, float] | None) -> Part:

@@ -25,7 +25,7 @@ from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor
 Mod = Callable[..., Tensor]
 
 MOST_NODES = 1000
-"""Of a term; beyond, a function is opaque."""
+"""The most nodes of a term; a function with more is opaque."""
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "add", "asin", "atan", "atan2", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil",

@@ -15,7 +15,7 @@ import triton.language as tl
 from regard.gpu.scores import LOG2E, OF_ANY_VALUE, bits_of, capped, unit_of, with_biases
 
 FAR: tl.constexpr = tl.constexpr(1 << 15)
-"""From this distance on, rounding of a log-sum-exp changes weights by 0.2 % and more."""
+"""The distance from which on rounding of a log-sum-exp changes weights by 0.2 % and more."""
 
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)

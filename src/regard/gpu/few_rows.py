@@ -139,7 +139,7 @@ class Seen(NamedTuple):
 
 
 ALL = Seen()
-"""Of a call whose keys are those of its schedule."""
+"""What a call sees whose keys are those of its schedule."""
 
 
 def decode(

@@ -35,12 +35,12 @@ class Blocks(NamedTuple):
 
 
 INTERPRETED = Blocks(128, 64, 64, warps=1, stages=1)
-"""For the interpreter, which takes its time for each operation and not for each element."""
+"""The blocks of the interpreter, which takes its time for each operation and not for each element."""
 
 
 LARGE_FLOAT32 = Blocks(16, 16, 16, warps=4, stages=1)
-"""For float32 with heads of 256. With more rows, registers would spill 1,000 to 7,000 bytes instead of 180 to 650, and
-the shared memory of sm_89 would not hold them, for gradients not even that of sm_90."""
+"""The blocks of float32 with heads of 256. With more rows, registers would spill 1,000 to 7,000 bytes instead of 180 to
+650, and the shared memory of sm_89 would not hold them, for gradients not even that of sm_90."""
 
 
 def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:

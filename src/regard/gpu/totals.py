@@ -15,7 +15,7 @@ FAR_CONSTANTS = (
     "MAPS_BATCH", "MAPS_HEADS", "TILE", "ROWS", "PATCH", "DIM", "DIM_PADDED", "SOFTCAP", "DISTANCE", "BIAS", "WIDE",
     "PRECISION",
 )  # fmt: skip
-"""Of `constants`, what `far_rows` is compiled for."""
+"""The names in `constants` that `far_rows` is compiled for."""
 
 LN2 = math.log(2)
 

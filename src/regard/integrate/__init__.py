@@ -8,8 +8,8 @@ use_regard(model)
 model.generate(**inputs, cache=regard_cache(model, codec=Int8()))
 ```
 
-`regard.inspect` and the commands import this room, `import regard` does not. transformers is imported when one of these
-names is first used.
+`regard.inspect` and the commands import this package, `import regard` does not. transformers is imported when one of
+these names is first used.
 """
 
 import importlib

@@ -15,7 +15,7 @@ NAMES = ("cache", "past_key_values")
 """The newer name first."""
 
 ATTENTION_NAMES = (*NAMES, "layer_past")
-"""Of the same argument of an attention module."""
+"""The names of the same argument of an attention module."""
 
 
 def as_argument(model: Any, cache: Any) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _of_step(
 
 
 MakeMask = Callable[..., LayerMask]
-"""From (mask function, batch, queries, keys, device, use_vmap, padding)."""
+"""A function of (mask function, batch, queries, keys, device, use_vmap, padding)."""
 
 _sharded: ContextVar[MakeMask | None] = ContextVar("sharded", default=None)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 TABLE = re.compile("position|pos_e|wpe$")
-"""In the name of a table of positions: `position_embeddings`, `embed_positions`, `wpe`, CTRL's `pos_encoding`."""
+"""What the name of a table of positions has: `position_embeddings`, `embed_positions`, `wpe`, CTRL's `pos_encoding`."""
 
 RESERVED = 2
 """The most rows that such a table has beyond the config's number: OPT and BART do not use their first two."""

@@ -116,7 +116,7 @@ def _masks(tokens: int, inputs: Inputs) -> Callable[..., Any]:
     def make(
         function: Predicate, batch: int, queries: int, keys: int, device: Any, by_vmap: bool, padding: Tensor | None
     ) -> LayerMask:
-        _check_function(function, inputs)
+        _check_function(function)
         request = MaskRequest(function, batch, tokens, tokens, 0, 0, inputs.padding, by_vmap, device)
         mask = to_mask(request)
         if inputs.documents is not None and _masks_get_positions():
@@ -170,7 +170,7 @@ def _dense_tensors(mask: Mask | None, bias: Bias | None) -> list[Tensor]:
     return [mask.mask, *biases] if type(mask) is TensorMask else biases
 
 
-def _check_function(function: Predicate, inputs: Inputs) -> None:
+def _check_function(function: Predicate) -> None:
     """Refuse functions that read tensors of the rank's tokens, as the mask is that of all tokens."""
     found = [function]
     for each in found:

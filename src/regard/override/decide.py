@@ -29,7 +29,7 @@ FEW = range(5, 25)
 """Queries for which torch's kernel is the faster one in float32, by 5 to 25 %, where nothing is hidden."""
 
 WITH_GRADIENTS = 3
-"""By how much more work is needed where gradients flow: Python also sees to the backward pass."""
+"""The factor by which more work is needed where gradients flow: Python also sees to the backward pass."""
 
 SHORT = 32
 """Fewer keys than this are torch's in float32: its matrix products take them whole, and tiles here have 64."""

@@ -40,7 +40,7 @@ SHORTEST, FEW = 16, 16
 """Tokens of the shortest block; a tile, for ranks of FEW tiles or more."""
 
 BITS = 20
-"""Of the work of a block: products of sums fit into 64 bits, and integers give the same layout on every machine."""
+"""The bits of a block's work: products of sums fit into 64 bits, and integers give the same layout on every machine."""
 
 SWEEPS = 3
 """How often each round is rotated anew."""

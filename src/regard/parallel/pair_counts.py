@@ -32,7 +32,7 @@ ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1
 """How many bits of each byte are set."""
 
 TILE = 64
-"""Of the schedule of a mask whose intervals are unknown."""
+"""The tile of the schedule of a mask whose intervals are unknown."""
 
 
 class PairCounts(Protocol):

@@ -66,7 +66,7 @@ FEW_SEALS = 1 << 11
 """The same for other backends: MPI takes tags below 2^15 at least."""
 
 CLOSED = "clos|reset|broken pipe|refused|abort|connect|read error|write error"
-"""In the error of a backend whose connection is gone."""
+"""What the error of a backend whose connection is gone says."""
 
 
 class Message(NamedTuple):

@@ -35,7 +35,7 @@ class Step:
     """The record of a lowering.
 
     Attributes:
-        name: of the lowering.
+        name: the name of the lowering.
         did: a sentence for `explain`.
         apply: maps the operands of each call, differentiably; None for nothing. It keeps no tensor.
         finish: maps the state that the backend returns; None for nothing.
@@ -51,6 +51,7 @@ class Step:
 
 
 Lowering = Callable[[Problem, Schedule], tuple[Problem, Step | None]]
+"""A function that simplifies a problem: it returns the new one, and the step that maps operands and state."""
 
 
 def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
@@ -99,8 +100,8 @@ def gather_where_needed(problem: Problem, tiles: Schedule) -> tuple[Problem, Ste
     return gather(problem, tiles) if problem.grad or problem.score is not None else (problem, None)
 
 
-def turn(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Rotate the queries as the stored keys are rotated, and the outputs back."""
+def rotate(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Rotate the queries by the Hadamard transform of the stored keys, and the outputs back."""
     if problem.storage is None or "rotated" not in problem.storage.k:
         return problem, None
     did = "q is rotated by a Hadamard transform as the stored keys are, and the output is rotated back"

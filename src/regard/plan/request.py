@@ -44,28 +44,28 @@ FORM = By(
     "{0}.__class__, {0}.is_neg(), {0}.layout, grad and {0}.requires_grad",
     "{0}_batch, {0}_heads, {0}_tokens, {0}_dim = {0}.shape",
 )
-"""Of q, k and v: all but elements, token counts (see `Sizes`) and the strides that no plan depends on."""
+"""The key of q, k and v: all but elements, token counts (see `Sizes`) and the strides that no plan depends on."""
 
 VALUE = By("{0}, {0}.__class__")
 """The value and its type: True equals 1, but may be an error where 1 is valid."""
 
 CONTENT = By("{0} is None", "{0}_content = None if {0} is None else _content({0})")
-"""Of a mask: only whether there is one. Its fingerprint is one of the `Sizes`, as a backend may take any mask."""
+"""The key of a mask: only whether there is one. Its fingerprint is in the `Sizes`, as a backend may take any mask."""
 
 TENSORS = By("None if {0} is None else _tensors({0})")
-"""Of a score: types and sizes of its tensors, so a learned score keeps its plan."""
+"""The key of a score: types and sizes of its tensors, so a learned score keeps its plan."""
 
 BIAS = By("None if {0} is None else _bias({0})")
-"""Of a bias: the same, but of a `TensorBias` not how many queries and keys it has, as these are among the `Sizes`."""
+"""The key of a bias: the same; of a `TensorBias` without its queries and keys, which are among the `Sizes`."""
 
 TENSOR = By("None if {0} is None else _tensor({0})")
-"""Of other tensors: all but the elements and the strides."""
+"""The key of other tensors: all but the elements and the strides."""
 
 ENCODINGS = By("None if {0} is None else ({0}[0].encodings, {0}[1].encodings)")
-"""Of stored keys and values: the encodings of their parts. The lengths of rows are in the mask (`Ragged`)."""
+"""The key of stored keys and values: the encodings of their parts. The lengths of rows are in the mask (`Ragged`)."""
 
 OFFSET = By("{0}.__class__")
-"""Of the offset: its type. The offset is one of the `Sizes`."""
+"""The key of the offset: its type. The offset is one of the `Sizes`."""
 
 
 class Request(NamedTuple):

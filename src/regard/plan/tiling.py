@@ -23,11 +23,11 @@ CHUNK = 1 << 22
 """Pairs per call of `keep`: making a schedule takes a few times this many bytes of memory."""
 
 KEPT_BYTES = 256 << 20
-"""Of cached schedules."""
+"""The most bytes of cached schedules."""
 
 _schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
-"""By fingerprint of the mask, so no tensor of a caller is kept alive. A schedule depends on the mask and the sizes
-alone: calls of another type or with another bias share it."""
+"""Cached schedules by the fingerprint of the mask, so no tensor of a caller is kept alive. A schedule depends on the
+mask and the sizes alone: calls of another type or with another bias share it."""
 
 
 def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: int, offset: int, tile: int) -> Schedule:

@@ -108,7 +108,7 @@ class Latent(Layout):
 _NAMES = {
     dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
-"""Of the types that most parts have."""
+"""The names of the types that most parts have."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -189,8 +189,10 @@ def _is_sum(total: Tensor, *terms: Tensor) -> bool:
 
 
 Variant = Literal["as it is", "without MLPs", "without skips", "without both"]
+"""A model, whole or without some of its parts."""
 
 VARIANTS: tuple[Variant, ...] = ("as it is", "without MLPs", "without skips", "without both")
+"""All variants of a model."""
 
 
 @contextmanager

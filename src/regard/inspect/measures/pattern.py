@@ -11,7 +11,7 @@ from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
 Pattern = Callable[[Tensor], tuple[Tensor, Tensor] | Tensor]
-"""From the tokens of one sequence to the pairs that count: (queries, keys), or a bool matrix [tokens, tokens]."""
+"""A function from the tokens of a sequence to the pairs that count: (queries, keys), or bool [tokens, tokens]."""
 
 AT_ONCE = 2**20
 """Weights computed at a time, of all heads: 4 MiB of float32."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.inspect.weights.scores import CallScores
 
 FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
-"""From this distance from 0 on, rounding of the log changes weights by 0.2 % and more."""
+"""The distance from 0 from which on rounding of the log changes weights by 0.2 % and more."""
 
 SCORES = 1 << 20
 """Scores computed at once."""

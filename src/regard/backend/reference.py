@@ -7,7 +7,7 @@ their own. Where a large call needs gradients, each tile is computed again in th
 arXiv:1604.06174), which keeps memory at that size.
 
 What is masked never reaches a result, also where it is NaN: a FULL tile has nothing masked, and in a PARTIAL one the
-products leave out what is not finite (`tile_products.py`).
+products leave out what is not finite (`reference_products.py`).
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Backend, Kernel
-from regard.backend.tile_products import products, weighted_values
+from regard.backend.reference_products import products, weighted_values
 from regard.describe.bias import Bias, values_of
 from regard.describe.score import Score
 from regard.describe.score_function import ScoreFunction
@@ -47,7 +47,7 @@ REMEMBERED = 1 << 22
 
 
 @dataclass(frozen=True)
-class Tiled(Backend):
+class Reference(Backend):
     """Computes every problem: in float64 for float64 operands, else in float32."""
 
     name: str = "reference"

@@ -1,8 +1,9 @@
-"""What the project says of itself in its papers holds: links lead somewhere, versions agree, news can be rendered."""
+"""What the project says of itself in its pages holds: links lead somewhere, versions agree, news can be rendered."""
 
 import ast
 import builtins
 import doctest
+import importlib
 import importlib.util
 import re
 import tempfile
@@ -17,24 +18,24 @@ import regard
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "src", "examples", "native", "benchmarks", "experiments", "scripts", "tests")
-PAPERS = sorted({*ROOT.glob("*.md"), *(paper for folder in FOLDERS for paper in ROOT.glob(f"{folder}/**/*.md"))})
+PAGES = sorted({*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))})
 SOURCES = {f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.*")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def parts(paper: Path) -> set[str]:
+def parts(page: Path) -> set[str]:
     """What `#part` of a link may name: the headings of a Markdown file, as GitHub spells them."""
-    headings = re.findall(r"^#+ (.+)$", paper.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
-def dead_links(paper: Path) -> list[str]:
+def dead_links(page: Path) -> list[str]:
     """Relative links of a Markdown file, `[text](path#part)`, that lead to nothing."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", paper.read_text())
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     dead: list[str] = []
     for target in targets:
         path, _, part = target.partition("#")
-        there = paper.parent / path if path else paper
+        there = page.parent / path if path else page
         if re.match(r"[a-z]+:", target) or (there.exists() and (there.suffix != ".md" or not part)):
             continue
         if not there.exists() or part not in parts(there):
@@ -42,17 +43,17 @@ def dead_links(paper: Path) -> list[str]:
     return dead
 
 
-def missing_files(paper: Path) -> list[str]:
+def missing_files(page: Path) -> list[str]:
     """Names of source files in a folder, `folder/file.py`, that no source file has."""
-    text = re.sub(r"```.*?```", "", paper.read_text(), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     names = re.findall(r"`([\w./-]+/[\w-]+\.(?:py|h|cpp|js|toml|sh))`", text)
-    beside = {name for name in names if (paper.parent / name).exists()}
+    beside = {name for name in names if (page.parent / name).exists()}
     return [name for name in names if name not in beside and not any(source.endswith(f"/{name}") for source in SOURCES)]
 
 
-@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.relative_to(ROOT).as_posix())
-def test_links_lead_to_files_that_exist(paper: Path):
-    assert dead_links(paper) == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_that_exist(page: Path):
+    assert dead_links(page) == []
 
 
 def test_a_dead_link_is_found(tmp_path: Path):
@@ -61,9 +62,9 @@ def test_a_dead_link_is_found(tmp_path: Path):
     assert dead_links(tmp_path / "there.md") == ["gone.md", "#gone"]
 
 
-@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.relative_to(ROOT).as_posix())
-def test_source_files_that_are_named_exist(paper: Path):
-    assert missing_files(paper) == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_source_files_that_are_named_exist(page: Path):
+    assert missing_files(page) == []
 
 
 def test_a_file_that_is_gone_is_found(tmp_path: Path):
@@ -71,11 +72,40 @@ def test_a_file_that_is_gone_is_found(tmp_path: Path):
     assert missing_files(tmp_path / "there.md") == ["plan/gone.py"]
 
 
-def test_each_file_of_a_room_is_on_the_page_of_the_room():
+def test_each_file_of_a_package_is_on_the_page_of_the_package():
     pages = [ROOT / "native/README.md", *(ROOT / "src/regard").glob("*/README.md")]
     files = [(page, file) for page in pages for file in page.parent.glob("*.*") if file.suffix in (".py", ".cpp")]
     unnamed = [file for page, file in files if file.stem != "__init__" and file.name not in page.read_text()]
     assert unnamed == []
+
+
+def test_the_page_of_all_public_names_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "docs" / "api_page.py")
+    assert spec is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.page() == made.PAGE.read_text(), "run python docs/refresh.py api"
+    assert all(made.names(module) == importlib.import_module(module).__all__ for module in ("regard", "regard.nn"))
+    assert "|  |" not in made.page()  # every name has a docstring
+
+
+def texts_of_constants(tree: ast.Module) -> list[str]:
+    """The strings below assignments at the top of a file."""
+    pairs = zip(tree.body, tree.body[1:], strict=False)
+    return [
+        str(text.value.value)
+        for constant, text in pairs
+        if isinstance(constant, ast.Assign | ast.AnnAssign)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    ]
+
+
+def test_the_docstring_of_a_constant_stands_alone():
+    files = (ROOT / "src").rglob("*.py")
+    ends = re.compile(r"(Of|By|For|From|In)\b")
+    found = [f"{file.name}: {text}" for file in files for text in texts_of_constants(ast.parse(file.read_text()))]
+    assert [text for text in found if ends.match(text.partition(": ")[2])] == []
+    assert texts_of_constants(ast.parse('MOST = 3\n"""Of a row."""')) == ["Of a row."]
 
 
 def test_one_version_is_named_everywhere():
@@ -100,9 +130,9 @@ OPTIONAL = {"integrate import onnx": "onnxscript"}
 """What is in a block of the guide that needs a package of an extra, and the package."""
 
 
-def python_blocks(paper: Path) -> list[str]:
+def python_blocks(page: Path) -> list[str]:
     """The blocks of Python in a Markdown file that are no sessions."""
-    blocks = re.findall(r"```python\n(.*?)```", paper.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     return [block for block in blocks if ">>>" not in block]
 
 
@@ -168,7 +198,7 @@ def test_a_cache_is_saved_as_the_page_on_caches_shows(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "paper",
+    "page",
     [
         "docs/guide.md",
         "src/regard/nn/README.md",
@@ -176,9 +206,9 @@ def test_a_cache_is_saved_as_the_page_on_caches_shows(tmp_path: Path, monkeypatc
         "src/regard/inspect/intervene/README.md",
     ],
 )
-def test_the_sessions_of_a_readme_run_as_shown(paper: str):
-    text = re.sub(r"^```.*$", "", (ROOT / paper).read_text(), flags=re.MULTILINE)
-    session = doctest.DocTestParser().get_doctest(text, {}, paper, None, None)
+def test_the_sessions_of_a_readme_run_as_shown(page: str):
+    text = re.sub(r"^```.*$", "", (ROOT / page).read_text(), flags=re.MULTILINE)
+    session = doctest.DocTestParser().get_doctest(text, {}, page, None, None)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     done = runner.run(session, clear_globs=False)  # compiled functions remove their own names from the globals later
     assert done.failed == 0
