@@ -65,6 +65,14 @@ def test_queries_are_at_the_end_of_the_keys_by_default():
     assert draw(Causal(), 1, 3, offset=0) == "█ · ·"
 
 
+@pytest.mark.parametrize("which", [{"batch": 2}, {"head": 3}, {"batch": -1}, {"batch": None}, {"head": 0.5}])
+def test_a_batch_row_or_a_head_that_a_mask_lacks_is_not_drawn(which: dict[str, Any]):
+    mask = TensorMask(torch.ones(2, 3, 4, 4, dtype=torch.bool))
+    with pytest.raises(ProblemError, match=r"^(batch|head) is "):
+        draw(mask, 4, 4, **which)
+    assert draw(Causal(), 4, 4, batch=7) == draw(Causal(), 4, 4)
+
+
 def test_a_batch_row_and_a_head_can_be_drawn():
     layouts = torch.tensor([[[True]], [[False]]])
     assert draw(KeyLengths(torch.tensor([1, 2])), 1, 2, batch=1) == "█ █"

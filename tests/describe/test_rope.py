@@ -503,3 +503,20 @@ def test_frequencies_of_its_own_are_those_of_each_length(positions: Any):
     torch.testing.assert_close(rope.rotate(x, positions, tokens=32), expected)
     chosen = pairs.rotate(x[..., [1, 5, 2, 6]], positions, tokens=32)
     torch.testing.assert_close(chosen, expected[..., [1, 5, 2, 6]])
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_rope_of_a_user_has_a_frequency_for_each_pair(count: int):
+    @spec
+    class Odd(Rope):
+        def frequencies(self, tokens: int | None = None) -> torch.Tensor:
+            return torch.ones(count, dtype=torch.float64)
+
+    @spec
+    class OddScaling(Scaling):
+        def scaled(self, plain: torch.Tensor, base: float, tokens: int | None) -> torch.Tensor:
+            return torch.ones(count, dtype=torch.float64)
+
+    for rope in (Odd(8), Rope(8, scaling=OddScaling())):
+        with pytest.raises(ProblemError, match=rf"frequencies of shape \[{count}\]: expected \[4\]"):
+            rope.rotate(torch.randn(1, 1, 5, 8))

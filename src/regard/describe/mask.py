@@ -457,9 +457,11 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
 
     Args:
         offset: position of the first query; None puts the last query at the last key, as `attend` does.
+        batch, head: which batch row and head to draw, where the mask differs between them.
 
     Raises:
-        ProblemError: no mask, one that does not fit, or a picture of more than 16.8 million pairs.
+        ProblemError: no mask, one that does not fit, a batch row or head that it lacks, or a picture of more than
+            16.8 million pairs.
 
     >>> from regard import Causal, draw
     >>> print(draw(Causal(), 2, 4))
@@ -476,8 +478,18 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     start = keys - queries if offset is None else whole(offset, "offset")
     mask = bound_to(mask, CallSizes(*mask.broadcast_shape(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
-    kept = kept_pairs(mask, *as_tensors(batch, head, q, k)).expand(queries, keys)
+    rows, heads = mask.broadcast_shape()
+    of = _drawn(batch, "batch", rows), _drawn(head, "head", heads)
+    kept = kept_pairs(mask, *as_tensors(*of, q, k)).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
+
+
+def _drawn(value: object, name: str, count: int) -> int:
+    """The row or head to draw; 1 stands for any number of them."""
+    number = whole(value, name, "rows" if name == "batch" else "heads", least=0)
+    if 1 < count <= number:
+        raise ProblemError(f"{name} is {number}, and the mask has {count}: expected at most {count - 1}.")
+    return number
 
 
 def _mask(other: object, place: str) -> Mask:

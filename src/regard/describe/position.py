@@ -284,7 +284,13 @@ class Rope(Position):
         return end_of(positions)
 
     def _table(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
-        angles = positions.to(torch.float64)[..., None] * self._frequencies(length, positions.device)
+        frequencies, pairs = self._frequencies(length, positions.device), self.rotated // 2
+        if frequencies.shape[-1:] != (pairs,):
+            raise ProblemError(
+                f"{type(self).__name__} has frequencies of shape {list(frequencies.shape)}: expected [{pairs}], one "
+                f"for each pair of the {self.rotated} dimensions that rotate."
+            )
+        angles = positions.to(torch.float64)[..., None] * frequencies
         return rotation_table(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
 
     def _frequencies(self, tokens: int | None, device: torch.device) -> Tensor:
