@@ -295,7 +295,7 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     plan, state = execute(plan, operands, request.backend)
     if key is not None:
         ready.keep(key, request.mask, plan, operands)
-    return pass_to_observers(observers, request.score, plan, operands, state) if observers else state
+    return pass_to_observers(observers, request, plan, operands, state) if observers else state
 
 
 def _has_dtensors(request: Request) -> bool:

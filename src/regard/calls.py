@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from regard.describe.bias import Bias
+from regard.describe.by_row import row_starts
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.dispatch.choose import Plan
 from regard.errors import ProblemError, RefusalError
+from regard.plan.checks import row_offsets
 from regard.plan.lower import gathered
 from regard.plan.problem import Operands
 from regard.plan.request import Request
@@ -25,7 +27,8 @@ class Call:
 
     `mask` and `bias` are bound to the sizes of the call; `scale` and `offset` have their defaults filled in; `out`
     includes the sink, `lse` does not. `dropped` tokens of the text are no longer among the keys: the cache of a module
-    dropped them. Query i is at position offset + i among the keys, and dropped + offset + i in the text.
+    dropped them. Query i is at position offset + i among the keys, and dropped + offset + i in the text; where each
+    batch row has an offset of its own, `starts` has these, and `offset` is 0.
     """
 
     q: Tensor
@@ -43,6 +46,7 @@ class Call:
     out: Tensor
     lse: Tensor
     dropped: int = 0
+    starts: tuple[int, ...] | None = None
 
 
 Observers = tuple["_Observer", ...]
@@ -189,12 +193,13 @@ def check_unobserved(function: str) -> None:
         )
 
 
-def pass_to_observers(observers: Observers, score: Score | None, plan: Plan, operands: Operands, state: State) -> State:
+def pass_to_observers(observers: Observers, request: Request, plan: Plan, operands: Operands, state: State) -> State:
     """The state with the output that the observers leave."""
     o, p = gathered(operands), plan.problem
+    starts = row_offsets(request.offset, request.q) or row_starts(o.mask, o.bias, p.queries)
     call = Call(
-        o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
-        state.lse, _dropped.get(),
+        o.q, o.k, o.v, o.mask, o.bias, request.score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
+        state.lse, _dropped.get(), starts,
     )  # fmt: skip
     with _entered_dropped(0) if call.dropped else nullcontext():  # calls that observers make are calls of their own
         for observer in observers:

@@ -249,3 +249,24 @@ def test_files_are_those_of_the_published_format(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000000-layer-0.safetensors", "spec-0.safetensors"]
     with safe_open(tmp_path / "000000-layer-0.safetensors", framework="np") as file:
         assert sorted(file.keys()) == ["k", "lse", "out", "q", "v"]
+
+
+@pytest.mark.parametrize("to", PLACES, ids=str)
+def test_the_positions_of_rows_are_kept_where_no_mask_needs_them(to):
+    lengths = torch.tensor([4, 9])
+    q, k, v = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 9, 8), torch.randn(2, 1, 9, 8)
+    calls = []
+    for mask in (None, KeyLengths(lengths), TensorMask(torch.ones(2, 1, 1, 9, dtype=torch.bool))):
+        with observe(to=to) as seen, observe_calls(calls.append):
+            attend(q, k, v, mask=mask, offset=lengths - 1)
+            assert seen[0].weights.starts == calls[-1].starts == (3, 8)
+    with observe_calls(calls.append):
+        attend(q, k, v, offset=3)
+    assert (calls[-1].starts, calls[-1].offset) == (None, 3)
+
+
+def test_a_folder_has_the_positions_of_rows(tmp_path):
+    q, k = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 9, 8)
+    with observe(to=tmp_path / "calls"):
+        attend(q, k, k, offset=torch.tensor([3, 8]))
+    assert read_calls(tmp_path / "calls")[0].weights.starts == (3, 8)

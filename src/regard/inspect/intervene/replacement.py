@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from regard.calls import Call
-from regard.describe.by_row import row_starts
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs
@@ -191,8 +190,7 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
 
 def _starts(call: Call) -> tuple[int, ...]:
     """The position in the text of the first query of each batch row, or of all."""
-    among_keys = row_starts(call.mask, call.bias, call.out.shape[2]) or (call.offset,)
-    return tuple(call.dropped + start for start in among_keys)
+    return tuple(call.dropped + start for start in call.starts or (call.offset,))
 
 
 def _add(

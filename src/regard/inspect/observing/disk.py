@@ -85,8 +85,8 @@ class Folder:
         metadata = {"layer": layer, "module": module, "scale": w.scale, "softcap": w.softcap, "offset": w.offset}
         path = self._path / f"{self._calls:06}-layer-{layer}{SUFFIX}"
         self._calls += 1
-        files = {"mask": mask_file, "bias": bias_file}
-        _write(path, {name: t for name, t in tensors.items() if t is not None}, metadata | files)
+        more = {"mask": mask_file, "bias": bias_file, "starts": w.starts}
+        _write(path, {name: t for name, t in tensors.items() if t is not None}, metadata | more)
         return partial(_read_parts, path, cast("Mask | None", mask), cast("Bias | None", bias))
 
     def _spec(self, spec: Spec | None) -> tuple[str | None, Spec | None]:
@@ -152,7 +152,9 @@ def is_serializable(spec: Spec) -> bool:
 def _read_parts(path: Path, mask: Mask | None, bias: Bias | None) -> Parts:
     t, metadata = _read(path)
     rest = (mask, bias, metadata["scale"], metadata["softcap"], t.get("sink"), metadata["offset"])
-    return Parts(Weights(t["q"], t["k"], t["lse"], *rest), t.get("v"), t.get("out"))
+    starts = metadata.get("starts")  # which earlier versions did not write
+    weights = Weights(t["q"], t["k"], t["lse"], *rest, starts=None if starts is None else tuple(starts))
+    return Parts(weights, t.get("v"), t.get("out"))
 
 
 def _read_spec(path: Path) -> Spec:

@@ -91,7 +91,8 @@ class CallScores:
                     "a function of your own that computes from `look.call`."
                 )
         sink = None if call.sink is None else call.sink.detach()
-        return cls(q, k, call.lse.detach(), call.mask, call.bias, call.scale, call.softcap, sink, call.offset)
+        lse, starts = call.lse.detach(), call.starts
+        return cls(q, k, lse, call.mask, call.bias, call.scale, call.softcap, sink, call.offset, starts=starts)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
