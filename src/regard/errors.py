@@ -65,7 +65,7 @@ class SlowWarning(UserWarning):
 
 
 class VersionWarning(UserWarning):
-    """This version of torch is newer than those that regard was tested with: calls may fail, and the message says why.
+    """The installed torch is newer than the versions that regard was tested with, so calls may fail.
 
     Issued once per process, at the first call of `attend`; silenced like `SlowWarning`.
     """

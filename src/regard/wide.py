@@ -13,7 +13,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 HAS_AUTOCAST = {"cpu": True, "cuda": True, "meta": False}
-"""Whether a kind of devices has autocast; torch is asked about the others (2.11 cannot compile the question)."""
+"""Whether a device type supports autocast; for other types torch is called, which torch 2.11 cannot compile."""
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:

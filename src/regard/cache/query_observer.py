@@ -28,6 +28,7 @@ from regard.cache.evict import E, EvictionState
 from regard.cache.store import Store
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.mask_by_rule import Causal
+from regard.describe.spec import bound_to
 from regard.errors import ProblemError
 from regard.wide import wide_of
 
@@ -76,7 +77,7 @@ class QueryWindow(NamedTuple):
         if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"mask is {type(mask).__name__}: expected a regard mask as it went to attend, or None.")
         if mask is not None:
-            mask = None if type(mask) is Causal else mask.bind(CallSizes(batch, heads, queries, tokens, first))
+            mask = None if type(mask) is Causal else bound_to(mask, CallSizes(batch, heads, queries, tokens, first))
         rows = torch.arange(batch, device=q.device)
         return cls(q, mask, dim**-0.5 if scale is None else scale, first, tokens, max(seen - tokens, 0), rows)
 

@@ -485,7 +485,7 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
 
 
 def _drawn(value: object, name: str, count: int) -> int:
-    """The row or head to draw; 1 stands for any number of them."""
+    """The index of the batch row or head to draw; a mask with a count of 1 is the same for all."""
     number = whole(value, name, "rows" if name == "batch" else "heads", least=0)
     if 1 < count <= number:
         raise ProblemError(f"{name} is {number}, and the mask has {count}: expected at most {count - 1}.")

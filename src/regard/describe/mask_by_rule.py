@@ -27,7 +27,7 @@ FARTHEST = 1 << 62
 
 @spec
 class Causal(Mask):
-    """A query sees itself and what came before: `k <= q`.
+    """The causal mask: a query attends to its own position and earlier ones, `k <= q`.
 
     It compares positions, not corners: a query at `offset + i` sees keys 0 to `offset + i`. Vaswani et al. 2017,
     arXiv:1706.03762, §3.2.3.

@@ -33,6 +33,7 @@ from regard.describe.mask import And, CallSizes, Mask, kept_pairs
 from regard.describe.mask_by_rule import Causal, Dilated, KeyLengths, Window
 from regard.describe.mask_by_table import Documents, TensorMask
 from regard.describe.score import Dot, Score
+from regard.describe.spec import bound_to
 from regard.errors import RefusalError
 from regard.plan.request import Request
 from regard.state import State
@@ -118,8 +119,8 @@ def _call(request: Request) -> _Call:
     offset = keys - queries if request.offset is None else request.offset
     bound_at = keys - queries if isinstance(offset, Tensor) else offset  # `bind` compares ints
     sizes = CallSizes(batch, heads, queries, keys, bound_at)
-    bound = () if mask is None else tuple(_conjuncts(mask.bind(sizes)))
-    return _Call(q, k, v, bound, None if bias is None else bias.bind(sizes), scale or 0.0, softcap, offset, sizes)
+    bound = () if mask is None else tuple(_conjuncts(bound_to(mask, sizes)))
+    return _Call(q, k, v, bound, None if bias is None else bound_to(bias, sizes), scale or 0.0, softcap, offset, sizes)
 
 
 def _conjuncts(mask: Mask) -> Iterable[Mask]:

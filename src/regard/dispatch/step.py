@@ -22,6 +22,7 @@ from regard.describe.interval import Edge, Interval
 from regard.describe.mask import And, CallSizes, Mask, is_made_of
 from regard.describe.mask_by_rule import Causal, Prefix, Window
 from regard.describe.mask_by_table import TensorMask
+from regard.describe.spec import bound_to
 from regard.plan.checks import check_offset, check_offset_tensor, check_specs
 from regard.plan.lower import hides_nothing
 from regard.plan.pose import pose
@@ -157,7 +158,7 @@ def _intervals(mask: Mask | None, sizes: CallSizes) -> list[Interval] | None:
     """The intervals of a mask, whose edges are numbers; None if the kernels cannot have them."""
     if mask is None or not is_made_of(mask, OF_POSITIONS):
         return None
-    union = mask.bind(sizes).intervals(sizes)
+    union = bound_to(mask, sizes).intervals(sizes)
     if union is None or not 0 < len(union) <= MOST:
         return None
     return union if all(edge is None or isinstance(edge, int) for x in union for edge in x) else None

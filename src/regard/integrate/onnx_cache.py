@@ -36,7 +36,7 @@ def _parts(node: Any) -> tuple[Any, Any] | None:
     joins = [_join_of(node.inputs[i]) for i in (1, 2)]
     if None in joins or len(node.outputs) > 1 or (placed is None and _has(node, 6)):
         return None
-    if not all(_is_read_elsewhere(value) for value in node.inputs[1:3]):
+    if not all(_is_read_elsewhere(value, node) for value in node.inputs[1:3]):
         return None
     if placed == "mask" or (placed is None and not POSITIONAL.isdisjoint(node.attributes)):
         return None
@@ -57,9 +57,9 @@ def _join(graph: Any, node: Any, keys: Any, values: Any) -> None:
     ir.convenience.replace_nodes_and_values(graph, node, [node, keys, values], [made], old, made.outputs)
 
 
-def _is_read_elsewhere(value: Any) -> bool:
-    """Whether `Attention` is not alone in reading it: without a present, onnxruntime refuses a past (23 and 24)."""
-    return value.is_graph_output() or len(value.uses()) > 1
+def _is_read_elsewhere(value: Any, node: Any) -> bool:
+    """Whether more than this `Attention` reads it: without a present, onnxruntime refuses a past (23 and 24)."""
+    return value.is_graph_output() or any(reader is not node for reader, _ in value.uses())
 
 
 def _join_of(value: Any) -> Any:

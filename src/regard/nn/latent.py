@@ -35,6 +35,7 @@ from regard.nn.multi_head import (
 )
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
+from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
@@ -48,7 +49,7 @@ class Flops(NamedTuple):
     absorbed: int
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(SinkModule):
     """Attention over latents: keys and values of all heads are projections of one vector per token.
 
     ```
@@ -170,21 +171,7 @@ class LatentAttention(nn.Module):
         self.k_up = linear(kv_rank, self.kv_heads * nope_dim)
         self.v_up = nn.Linear(kv_rank, self.kv_heads * v_dim, False, device, dtype)
         self.o_proj = nn.Linear(heads * v_dim, d_model, out_bias, device, dtype)
-        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
-
-    def reset_parameters(self) -> None:
-        """Set the sinks to 0, as after `to_empty`; projections and norms have a `reset_parameters` of their own.
-
-        >>> made = LatentAttention(8, 2, kv_rank=4, nope_dim=4, rope_dim=0, v_dim=4, sink=True, device="meta")
-        >>> _ = made.to_empty(device="cpu")
-        >>> for part in made.modules():
-        ...     getattr(part, "reset_parameters", lambda: None)()
-        >>> made.sinks
-        Parameter containing:
-        tensor([0., 0.], requires_grad=True)
-        """
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
+        self.sinks = make_sinks(heads, device, dtype) if sink else None
 
     @suggest_keywords
     def forward(

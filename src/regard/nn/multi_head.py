@@ -30,6 +30,7 @@ from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.nn.norm import RMSNorm
+from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs, not_a_tensor
@@ -38,7 +39,7 @@ from regard.storage.stored import Rolling
 W = TypeVar("W", bound=Spec)
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(SinkModule):
     """Multi-head attention with its weights.
 
     ```
@@ -144,21 +145,7 @@ class MultiHeadAttention(nn.Module):
         self.gate_proj = nn.Linear(d_model, inner, qkv_bias, device, dtype) if gate else None
         self.q_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
-        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
-
-    def reset_parameters(self) -> None:
-        """Set the sinks to 0, as after `to_empty`; projections and norms have a `reset_parameters` of their own.
-
-        >>> made = MultiHeadAttention(8, 2, sink=True, device="meta")
-        >>> _ = made.to_empty(device="cpu")
-        >>> for part in made.modules():
-        ...     getattr(part, "reset_parameters", lambda: None)()
-        >>> made.sinks
-        Parameter containing:
-        tensor([0., 0.], requires_grad=True)
-        """
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
+        self.sinks = make_sinks(heads, device, dtype) if sink else None
 
     @suggest_keywords
     def forward(

@@ -17,6 +17,7 @@ from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
+from regard.describe.spec import bound_to
 from regard.describe.suggestions import suggest_keywords
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
@@ -180,7 +181,8 @@ def _bound(
         )
     first = first_position(offset, tokens - q.shape[2])
     sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], tokens, first)
-    mask, bias = None if f.mask is None else f.mask.bind(sizes), None if f.bias is None else f.bias.bind(sizes)
+    mask = None if f.mask is None else bound_to(f.mask, sizes)
+    bias = None if f.bias is None else bound_to(f.bias, sizes)
     return replace(f, mask=mask, bias=bias), first
 
 

@@ -39,7 +39,7 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
 
 
 def rare_word(inputs: Inputs) -> HeadScores:
-    """How much rarer the tokens that a head looks at are than those that it sees, in nats.
+    """The mean surprisal of the attended tokens, less that of the visible ones, in nats.
 
         mean over rows of  sum_j A[i, j] r_j / sum_j A[i, j]  -  mean of r_j over the keys that row i sees
 
