@@ -28,7 +28,7 @@ from regard.scores import Additive, Bilinear
 VOCABULARY, LENGTH = 32, 16
 KINDS = ("dot", "scaled dot", "bilinear", "additive")
 PLAIN = "scaled dot, plain torch"
-"""By the engine of torch operators that also computes additive scores."""
+"""Written out in PyTorch operators, by the backend that also computes additive scores."""
 GOAL = 0.5
 """Nats per token; guessing costs 3.47."""
 

@@ -26,13 +26,13 @@ HEADS, KV_HEADS, DIM = 2, 1, 16
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[choose.Plan]]:
     """The plans that are made, in a process that has made no call."""
     made: list[choose.Plan] = []
-    make = choose._made
+    make = choose._make_plan
 
     def record(*arguments: Any) -> choose.Plan:
         made.append(make(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(choose, "_made", record)
+    monkeypatch.setattr(choose, "_make_plan", record)
     plan_cache.forget()
     yield made
     plan_cache.forget()

@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from regard import ProblemError, RefusalError
 from regard.describe import position_table, rotation
 from regard.describe.position import Rope, Sinusoidal
-from regard.describe.recent import Recent
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.extend import spec
+from regard.lru_cache import LRUCache
 from regard.nn.rope_pairs import RopePairs
 from tests.own_rope import Halving
 
@@ -34,7 +34,7 @@ FAR = 1_000_000
 @pytest.fixture(autouse=True)
 def tables(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Tensor]:
     """No table from another test."""
-    fresh: Recent[Any, Tensor] = Recent(entries=1024, nbytes=position_table.KEPT, size=lambda table: table.nbytes)
+    fresh: LRUCache[Any, Tensor] = LRUCache(entries=1024, nbytes=position_table.KEPT, size=lambda table: table.nbytes)
     monkeypatch.setattr(position_table, "_tables", fresh)
     return fresh._kept
 

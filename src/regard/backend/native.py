@@ -55,7 +55,7 @@ class Native(Backend):
 
     Attributes:
         isa: the instruction set, one of `native.isas()`; "plain" for the loops that all of them are tested by; None for
-            what `native.isa()` says when the engine is first used.
+            what `native.isa()` says when the backend is first used.
     """
 
     name: str = "native"

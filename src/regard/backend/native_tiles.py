@@ -19,8 +19,8 @@ from regard.describe.interval import Edge, Interval
 from regard.describe.mask import CallSizes, Ints, Mask, intervals_of, is_made_of
 from regard.describe.mask_by_rule import KeyLengths
 from regard.describe.ragged import OF_POSITIONS
-from regard.describe.recent import Recent
 from regard.describe.tensors import reads_again
+from regard.lru_cache import LRUCache
 from regard.plan.closed_form import FAR, is_by_query
 from regard.plan.problem import Operands, Sizes
 from regard.plan.schedule import Schedule
@@ -199,7 +199,7 @@ _NOTHING = Interval(start=0, stop=0)
 ALL = _of_intervals([Interval()], 1)
 """The tiles of a call without a mask, of up to `QUERIES` queries."""
 
-_kept: Recent[Hashable, Tiles] = Recent(entries=KEPT, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
+_kept: LRUCache[Hashable, Tiles] = LRUCache(entries=KEPT, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
 """The tiles that are kept, by batch, heads and `Operands.key`."""
 
 _fixed: dict[Fingerprint, Tiles] = {}

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from regard.describe.recent import Recent
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+from regard.lru_cache import LRUCache
 from regard.torch_internals import current_func_transform, dispatch_modes
 
 KEPT = 128 << 20
@@ -138,4 +138,4 @@ def end_of(positions: Tensor) -> int:
     return math.floor(greatest) + 1
 
 
-_tables: Recent[Hashable, Tensor] = Recent(entries=1024, nbytes=KEPT, size=lambda table: table.nbytes)
+_tables: LRUCache[Hashable, Tensor] = LRUCache(entries=1024, nbytes=KEPT, size=lambda table: table.nbytes)

@@ -1,1 +1,1 @@
-"""What runs a call: the plan cache, the choice of an engine, and the operator that torch traces."""
+"""What runs a call: the plan cache, the choice of a backend, and the operator that torch traces."""

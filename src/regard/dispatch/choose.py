@@ -18,9 +18,9 @@ from regard.backend.triton import Triton
 from regard.cost import attention as cost
 from regard.cost.machine import Machine
 from regard.describe.mask import CallSizes, Mask
-from regard.describe.recent import Recent
 from regard.dispatch.cuda_order import Kind, Order, order_for
 from regard.errors import ProblemError, RefusalError
+from regard.lru_cache import LRUCache
 from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -30,7 +30,7 @@ from regard.state import State
 _EXACT = Reference(name="reference64", lowerings=(gather, widen, prepare_score))
 
 BACKENDS: dict[str, Backend] = {
-    engine.name: engine for engine in (Native(), Sdpa(), Triton(), Flex(), Reference(), _EXACT)
+    backend.name: backend for backend in (Native(), Sdpa(), Triton(), Flex(), Reference(), _EXACT)
 }
 """Every backend, by the name that `backend=` takes."""
 
@@ -73,7 +73,7 @@ class Plan:
         problem: the problem as the backend gets it, after the lowering steps.
         schedule: the tiles.
         steps: what lowering did.
-        engine: the backend.
+        chosen: the backend.
         passed_over: the backends that were not chosen, by name, with their reasons.
         machine: the one that `explain` names, whose limits give the least time.
         order: the order in which backends were tried, where it depends on the kind of call.
@@ -83,7 +83,7 @@ class Plan:
     problem: Problem
     schedule: Schedule
     steps: tuple[Step, ...]
-    engine: Backend
+    chosen: Backend
     passed_over: dict[str, list[str]] = field(hash=False)
     machine: Machine | None = None
     order: Order | None = None
@@ -91,23 +91,23 @@ class Plan:
     @property
     def backend(self) -> str:
         """The name of the backend."""
-        return self.engine.name
+        return self.chosen.name
 
     @cached_property
     def kernel(self) -> Kernel:
         """What the backend compiled for this problem."""
-        return self.engine.compile(self.problem, self.schedule)
+        return self.chosen.compile(self.problem, self.schedule)
 
     @cached_property
     def is_for_any_mask(self) -> bool:
         """Whether the same plan serves calls that differ from this one only in sizes, offset and mask."""
-        return self.engine.any_mask and self._has_pairs
+        return self.chosen.any_mask and self._has_pairs
 
     @cached_property
     def is_for_any_length(self) -> bool:
         """Whether the same plan serves calls that differ from this one only in sizes, if their masks hide nothing."""
         p = self.problem
-        return self.engine.any_length and p.mask is None and p.bias is None and self._has_pairs
+        return self.chosen.any_length and p.mask is None and p.bias is None and self._has_pairs
 
     @cached_property
     def kind(self) -> Kind | None:
@@ -115,7 +115,7 @@ class Plan:
 
         On a GPU another backend may be best for few queries, or without a mask. On a CPU `native` takes all.
         """
-        if self.posed.device == "cpu" and not isinstance(self.engine, Triton):
+        if self.posed.device == "cpu" and not isinstance(self.chosen, Triton):
             return None
         return Kind.of(replace(self.posed, mask=self.problem.mask))
 
@@ -154,7 +154,7 @@ class Plan:
     @cached_property
     def is_careful(self) -> bool:
         """Whether the data must be read before the backend runs, as it would carry NaN past the mask."""
-        return self.problem.mask is not None and self.engine.hides_by_zero
+        return self.problem.mask is not None and self.chosen.hides_by_zero
 
     @property
     def flops(self) -> int:
@@ -245,7 +245,7 @@ def choose(
     key = (problem, backend, without)
     plan = _plans.get(key)
     if plan is None:
-        plan = _made(problem, operands.mask, backend, dict(without))
+        plan = _make_plan(problem, operands.mask, backend, dict(without))
         if _is_cacheable(problem) and (operands.mask is None or is_still(operands.mask, problem.mask)):
             _plans.put(key, plan)
     return plan
@@ -283,28 +283,28 @@ def forget_plans() -> None:
     forget_schedules()
 
 
-def _made(posed: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
+def _make_plan(posed: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
     chosen = BACKENDS[backend] if isinstance(backend, str) else backend
     sizes = CallSizes(posed.batch, posed.heads, posed.queries, posed.keys, posed.offset)
     order = _cuda_order(posed, mask, sizes) if chosen is None and posed.device == "cuda" else None
     names = ORDER.get(posed.device, ("reference",)) if order is None else order.backends
     passed: dict[str, list[str]] = {}
-    for engine in [chosen] if chosen else [BACKENDS[name] for name in names]:
-        tiles = cached_schedule(mask, sizes, engine.tile)
-        problem, steps = _lowered(posed, tiles, engine)
-        reasons = [without[engine.name]] if engine.name in without else _refusals(engine, problem)
+    for candidate in [chosen] if chosen else [BACKENDS[name] for name in names]:
+        tiles = cached_schedule(mask, sizes, candidate.tile)
+        problem, steps = _lower(posed, tiles, candidate)
+        reasons = [without[candidate.name]] if candidate.name in without else _refusals(candidate, problem)
         if not reasons:
             aside = {} if chosen else _aside(posed.device)
-            return Plan(posed, problem, tiles, steps, engine, passed | aside, order=order)
-        passed[engine.name] = reasons
-    raise RefusalError(refused(posed, passed, chosen))
+            return Plan(posed, problem, tiles, steps, candidate, passed | aside, order=order)
+        passed[candidate.name] = reasons
+    raise RefusalError(refusal_message(posed, passed, chosen))
 
 
-def _refusals(engine: Backend, problem: Problem) -> list[str]:
-    reasons = cast(object, engine.refusals(problem))  # a user's backend may return anything
+def _refusals(backend: Backend, problem: Problem) -> list[str]:
+    reasons = cast(object, backend.refusals(problem))  # a user's backend may return anything
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in cast("list[object]", reasons)):
         raise ProblemError(
-            f"The backend {engine.name!r} returned {reasons!r} as its refusals: expected a list of texts, empty if it "
+            f"The backend {backend.name!r} returned {reasons!r} as its refusals: expected a list of texts, empty if it "
             "can run the problem."
         )
     return cast("list[str]", reasons)
@@ -320,9 +320,9 @@ def _is_cacheable(problem: Problem) -> bool:
     return all(spec is None or spec.is_cacheable for spec in (problem.mask, problem.bias, problem.score))
 
 
-def _lowered(posed: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
+def _lower(posed: Problem, tiles: Schedule, backend: Backend) -> tuple[Problem, tuple[Step, ...]]:
     problem, steps = posed, list[Step]()
-    for lowering in (simplify_mask, *engine.lowerings):
+    for lowering in (simplify_mask, *backend.lowerings):
         problem, step = lowering(problem, tiles)
         steps += [step] if step else []
     return problem, tuple(steps)
@@ -330,11 +330,11 @@ def _lowered(posed: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem,
 
 def _aside(device: str) -> dict[str, list[str]]:
     if device not in ORDER:
-        return {engine: [why] for engine, why in ELSEWHERE.items()}
-    return {engine: [why] for (place, engine), why in ASIDE.items() if place == device}
+        return {backend: [why] for backend, why in ELSEWHERE.items()}
+    return {backend: [why] for (place, backend), why in ASIDE.items() if place == device}
 
 
-def refused(problem: Problem, passed: dict[str, list[str]], chosen: Backend | None) -> str:
+def refusal_message(problem: Problem, passed: dict[str, list[str]], chosen: Backend | None) -> str:
     """The message of a `RefusalError`: the problem, and each backend's reasons."""
     head = f"The backend {chosen.name!r} cannot run this." if chosen else "No backend can run this."
     hint = "\n  Leave backend=None to let regard choose." if chosen else ""
@@ -342,5 +342,5 @@ def refused(problem: Problem, passed: dict[str, list[str]], chosen: Backend | No
     return f"{head}\n  {problem}{reasons}{hint}"
 
 
-_plans: Recent[object, Plan] = Recent(entries=256, nbytes=KEPT_BYTES, size=lambda plan: plan.schedule.nbytes)
+_plans: LRUCache[object, Plan] = LRUCache(entries=256, nbytes=KEPT_BYTES, size=lambda plan: plan.schedule.nbytes)
 """Plans hold fingerprints and no tensors, so no tensor of a caller is kept alive."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.backend.contract import Backend
 from regard.describe.not_a_spec import received
-from regard.dispatch.choose import BACKENDS, Plan, choose, refused
+from regard.dispatch.choose import BACKENDS, Plan, choose, refusal_message
 from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import is_finite
 from regard.plan.lower import gathered
@@ -45,7 +45,7 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
     if not plan.is_careful or _clean(plan.problem, operands):
         return plan, _run(plan, operands)
     if backend is not None:
-        raise RefusalError(refused(plan.posed, {plan.backend: [LEAKS]}, plan.engine))
+        raise RefusalError(refusal_message(plan.posed, {plan.backend: [LEAKS]}, plan.chosen))
     exact = choose(plan.posed, operands, None, without=((plan.backend, LEAKS),))
     if plan.problem.grad and not is_finite(operands.q):
         return exact, _run(exact, operands)
@@ -66,7 +66,7 @@ def drawing(plan: Plan, operands: Operands, seed: int | None) -> Generator[Opera
     A backend of a user draws from torch's generators, which get this seed and are then as before. They are those of
     the process, so other threads must not draw meanwhile.
     """
-    if seed is None or type(plan.engine) in BUILT_IN:
+    if seed is None or type(plan.chosen) in BUILT_IN:
         yield operands._replace(seed=seed)
         return
     device = operands.q.device  # others are left alone: to save the state of a GPU is to begin to use it
@@ -85,7 +85,7 @@ def _run(plan: Plan, operands: Operands) -> State:
             state = plan.run(operands)
     else:
         state = plan.run(operands)
-    if type(plan.engine) not in BUILT_IN:
+    if type(plan.chosen) not in BUILT_IN:
         _check_state(plan.backend, operands, state)
     return state
 

@@ -80,16 +80,16 @@ def attention(
         and (not kwargs or kwargs.keys() <= WITHOUT_EFFECT.keys())
         and not (latest.get() or current_observers.get() or current_route.get() or _collector.get())
     ):  # most calls
-        known = attention_mask.known
-        if (
-            known is not None
-            and (scaling is known[1] or (type(scaling) is float and scaling == known[1]))
-            and softcap is known[2]
-            # a nested tensor, also one in torch.func.vmap, would end the process in torch's guard
-            and not (query.is_nested or key.is_nested or value.is_nested or in_transform())
-            and known[0](query, key, value)
-        ):
-            return known[3](query, key, value, known[4], known[5]), None
+        if attention_mask.known is not None:
+            is_like, scale, cap, run, keys, offset = attention_mask.known
+            if (
+                (scaling is scale or (type(scaling) is float and scaling == scale))
+                and softcap is cap
+                # a nested tensor, also one in torch.func.vmap, would end the process in torch's guard
+                and not (query.is_nested or key.is_nested or value.is_nested or in_transform())
+                and is_like(query, key, value)
+            ):
+                return run(query, key, value, keys, offset), None
         (batch, _, queries, _), (k_batch, _, keys, _) = query.shape, key.shape
         if batch == k_batch and (batch, 1, queries, keys) == attention_mask.call:
             return run_layer(query, key, value, attention_mask, scaling, softcap), None

@@ -20,8 +20,9 @@ from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, P
 from regard.errors import ProblemError
 from regard.integrate.projections import affine_of, has_matrix, projections_of
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention, check_linear
+from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
+from regard.nn.projections import check_linear
 
 SEPARATE = (
     "arcee", "gemma", "granite", "llama", "mistral", "mixtral", "nemotron", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
-from regard.nn.multi_head import with_forward_of_its_own
+from regard.nn.projections import with_forward_of_its_own
 
 CONTIGUOUS = {"gpt2": "c_attn", "phi3": "qkv_proj"}
 GROUPED = {

@@ -23,17 +23,10 @@ from regard.describe.position_table import check_positions
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
-from regard.nn.multi_head import (
-    beyond_linear,
-    both,
-    check_cache,
-    check_flags,
-    check_input,
-    check_observer,
-    length_of,
-    observed_mask,
-)
+from regard.nn.call_arguments import both, length_of, observed_mask
+from regard.nn.checks import check_cache, check_flags, check_input, check_observer
 from regard.nn.norm import RMSNorm
+from regard.nn.projections import why_not_linear
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
@@ -387,7 +380,7 @@ class LatentAttention(SinkModule):
     def _beyond_weights(self, *, with_hooks: bool = False) -> str | None:
         """Why the weights of k_up and v_up do not say what these compute; None if they do."""
         for name, up in (("k_up", self.k_up), ("v_up", self.v_up)):
-            if up is not None and (reason := beyond_linear(up, with_hooks=with_hooks)) is not None:
+            if up is not None and (reason := why_not_linear(up, with_hooks=with_hooks)) is not None:
                 return f"{name} {reason}"
         return None
 

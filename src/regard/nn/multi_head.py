@@ -4,9 +4,8 @@ Self- and cross-attention, MHA, GQA and MQA (by the number of key heads), RoPE, 
 Vaswani et al. 2017, arXiv:1706.03762, §3.2.2; Ainslie et al. 2023, arXiv:2305.13245.
 """
 
-from collections.abc import Callable
 from operator import add, and_
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -15,28 +14,23 @@ from torch import Tensor, nn
 from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.cache import KVCache
-from regard.cache.query_observer import QueryObserver
-from regard.cache.store import CachedTensor
 from regard.calls import after_dropped
 from regard.describe.bias import Bias
 from regard.describe.heads import Heads
 from regard.describe.mask import Mask
-from regard.describe.mask_by_rule import Prefix
 from regard.describe.position import Absolute, Position, Rope
-from regard.describe.position_table import check_positions, end_of
-from regard.describe.score import Dot, Score
-from regard.describe.spec import Spec
+from regard.describe.position_table import check_positions
+from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
-from regard.errors import ProblemError, RefusalError
+from regard.errors import ProblemError
+from regard.nn.call_arguments import both, length_of, observed_mask
+from regard.nn.checks import check_cache, check_flags, check_input, check_observer, check_rolling
 from regard.nn.norm import RMSNorm
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
-from regard.plan.checks import check_numbers, check_specs, not_a_tensor
-from regard.storage.stored import Rolling
-
-W = TypeVar("W", bound=Spec)
+from regard.plan.checks import check_numbers, check_specs
 
 
 class MultiHeadAttention(SinkModule):
@@ -260,140 +254,6 @@ class MultiHeadAttention(SinkModule):
                 "positions= needs a module with a position, and this one has none: leave positions= out, or create the "
                 f"module with position=Rope({self.head_dim}). Masks and biases do not use positions=."
             )
-
-
-def both(combine: Callable[[W, W], W], own: SpecModule[W] | None, value: W | None) -> W | None:
-    """The mask or bias of the module and that of the call, combined; the other one where one is None."""
-    if own is None:
-        return value
-    return own.spec if value is None else combine(own.spec, value)
-
-
-def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: KVCache | None) -> int | None:
-    """The length of the sequence, for queries and keys; None where the rope's scaling does not depend on it."""
-    if rope.scaling is None or not rope.scaling.looks_at_length():
-        return None
-    if cache is not None and isinstance(cache.layout, Rolling):
-        return max(cache.keys_after(keys), 1)  # positions are slots of the cache
-    total = keys if cache is None else cache.tokens_seen + keys
-    if isinstance(first, Tensor):
-        return max(0 if first.is_meta else end_of(first), total, 1)
-    return max(first + queries, total, 1)
-
-
-def check_linear(module: nn.Module, *names: str) -> None:
-    """Raise `RefusalError` unless the output of each of these projections is that of its weight and bias."""
-    for name in names:
-        projection = getattr(module, name)
-        if (reason := beyond_linear(projection)) is not None:
-            raise RefusalError(f"{name} {reason}")
-
-
-def beyond_linear(projection: nn.Module, *, with_hooks: bool = True) -> str | None:
-    """Why the weight and the bias of a projection do not say what its output is; None if they do.
-
-    A parametrization, such as weight_norm, changes the weight alone.
-
-    Args:
-        with_hooks: whether a hook is a reason, as it may change the input or the output; most only look at them.
-    """
-    if (reason := with_forward_of_its_own(projection)) is not None:
-        return reason
-    if has_other_forward(projection):
-        return "has a forward other than that of its class, which may change its output: delete that attribute first"
-    if with_hooks and _has_hooks(projection):
-        return "has a forward hook, which may change its input or output: remove the hook first"
-    return None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a hook may change its input or output; those of torch.nn.utils (pruning, norms) compute its weight.
-
-    So does one of a user's subclass of them, such as of `BasePruningMethod`, unless it defines `__call__`.
-    """
-    before = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    calls = [getattr(type(hook).__call__, "__module__", None) or "" for hook in before]
-    others = [defined for defined in calls if not defined.startswith("torch.nn.utils.")]
-    return bool(module._forward_hooks or others)  # pyright: ignore[reportPrivateUsage]
-
-
-def with_forward_of_its_own(projection: nn.Module) -> str | None:
-    """Why the class of a projection may compute more than its weight and bias say; None for `nn.Linear`."""
-    if type(projection).forward is nn.Linear.forward:
-        return None
-    kind = type(projection).__name__
-    return f"is a {kind} with a forward of its own: merge the adapter first, or put an nn.Linear in its place"
-
-
-def has_other_forward(module: nn.Module) -> bool:
-    """Whether an attribute of the module replaces the forward of its class, as accelerate's hooks do."""
-    if "forward" not in vars(module):
-        return False
-    forward = module.forward  # accelerate leaves the module's own method there when its hooks are removed
-    owner, function = getattr(forward, "__self__", None), getattr(forward, "__func__", None)
-    return owner is not module or function is not type(module).forward
-
-
-def is_trained(module: nn.Module, name: str) -> bool:
-    """Whether a weight or bias of a module is trained; one that is computed is if some Parameter that it is from is.
-
-    The computed tensor itself does not tell: one that was last computed under `torch.no_grad` requires no gradient.
-    """
-    tensor = getattr(module, name)
-    if tensor is None or isinstance(tensor, nn.Parameter):
-        return tensor is not None and tensor.requires_grad
-    parameters = module.named_parameters()  # weight_orig, weight_g, parametrizations.weight.original
-    found = [p.requires_grad for key, p in parameters if key.removeprefix("parametrizations.").startswith(name)]
-    return any(found) if found else tensor.requires_grad
-
-
-def check_flags(**flags: object) -> None:
-    """Raise `ProblemError` unless each is True or False."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ProblemError(f"{name} is {flag!r}: expected True or False.")
-
-
-def check_input(name: str, x: object, expected: str) -> None:
-    """Raise `ProblemError` unless it is a tensor."""
-    if not isinstance(x, Tensor):
-        raise not_a_tensor(name, x, f"a tensor {expected}")
-
-
-def check_cache(cache: object) -> None:
-    """Raise `ProblemError` unless it is a KV cache or None."""
-    if cache is not None and not isinstance(cache, KVCache):
-        raise ProblemError(f"cache is {cache!r}: expected a regard.cache.KVCache, or None.")
-
-
-def check_rolling(cache: KVCache | None, rope: object) -> None:
-    """Raise `ProblemError` unless a rolling cache rotates its sinks with the module's rope."""
-    if cache is None or not isinstance(cache.layout, Rolling) or cache.layout.rope == rope:
-        return
-    raise ProblemError(
-        f"the cache is {cache.layout!r}, and the module's position is {rope!r}: the cache must rotate its sinks with "
-        f"the module's rope, so Rolling(window={cache.layout.window}, sinks={cache.layout.sinks}, rope={rope!r})."
-    )
-
-
-def check_observer(cache: KVCache | None, **options: object) -> None:
-    """Raise `ProblemError` if a policy counts attention weights from the queries, and these options change them.
-
-    A sink is no such option: the policy counts how the keys share the weight that the sink leaves.
-    """
-    if cache is None or cache.evict is None:
-        return
-    given = [name for name, value in options.items() if value is not None and type(value) is not Dot]
-    if given and isinstance(cache.evict.start(), QueryObserver):
-        raise ProblemError(
-            f"the cache has {cache.evict!r}, which computes attention weights as softmax(scale * q . k), and here they "
-            f"have a {' and a '.join(given)}: take a policy that reads no queries, such as SinksAndRecent or Knorm."
-        )
-
-
-def observed_mask(visible: Mask | None, q: Tensor, keys: CachedTensor) -> Mask | None:
-    """The mask for `KVCache.observe`, where None is `Causal()`: here it hides nothing."""
-    return Prefix(keys.shape[2]) if visible is None and q.shape[2] > 1 else visible
 
 
 def _head_dim(d_model: int, heads: int, head_dim: int | None) -> int:

@@ -12,7 +12,7 @@ from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.integers import as_integer
-from regard.nn.multi_head import check_input
+from regard.nn.checks import check_input
 from regard.plan.checks import DTYPES
 from regard.wide import wide_of
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
-from regard.nn.multi_head import MultiHeadAttention, check_linear
+from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.projections import check_linear
 
 How = Literal["mean", "first", "random"]
 """How a group of heads becomes one: the mean, the first head, or random values with the same mean and deviation."""

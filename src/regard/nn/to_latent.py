@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from regard.describe.position import Rope, has_own_rotate
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+from regard.nn.checks import check_input
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention, check_input, check_linear, is_trained
+from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.projections import check_linear, is_trained
 from regard.nn.rope_pairs import RopePairs
 from regard.plan.checks import is_finite
 

@@ -15,7 +15,9 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
-from regard.nn.multi_head import MultiHeadAttention, beyond_linear, check_input, has_other_forward, is_trained
+from regard.nn.checks import check_input
+from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.projections import has_other_forward, is_trained, why_not_linear
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -200,7 +202,7 @@ def _check_mask(name: str, value: Tensor, axes: tuple[int, ...], expected: str) 
 
 def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
     """Why torch's module cannot replace this one."""
-    found = {name: beyond_linear(getattr(m, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    found = {name: why_not_linear(getattr(m, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     if any(found.values()):  # whose weights and biases may not even be there
         yield from (f"{name} {reason}" for name, reason in found.items() if reason is not None)
         return

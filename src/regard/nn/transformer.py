@@ -23,8 +23,9 @@ from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.caches import Caches, caches_for, rollback_on_failure
+from regard.nn.checks import check_flags, check_input
 from regard.nn.latent import LatentAttention
-from regard.nn.multi_head import MultiHeadAttention, check_flags, check_input
+from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
 from regard.nn.shared_tensors import Shared, SharesTensors
 from regard.nn.spec_module import SpecModule, as_module

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.recent import Recent
 from regard.describe.tensors import content_key, is_without_data
+from regard.lru_cache import LRUCache
 
 READ_AT_ONCE = 100_000_000
 """Multiply-adds of `query @ key^T` from which a new mask is read at once: 10 ms of torch's kernel on one thread."""
@@ -42,7 +42,7 @@ class Content(NamedTuple):
 
 _ADDED = Content(None, True)
 
-_seen: Recent[object, Content | None] = Recent(
+_seen: LRUCache[object, Content | None] = LRUCache(
     entries=256, nbytes=64 << 20, size=lambda found: 0 if found is None or found.keeps is None else found.keeps.nbytes
 )
 """Masks by content: None for one that was seen once, else what `_read` gave."""

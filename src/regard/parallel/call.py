@@ -14,12 +14,12 @@ from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask
-from regard.describe.recent import Recent
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Spec, bound_to
 from regard.describe.tensors import elements
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
+from regard.lru_cache import LRUCache
 from regard.parallel.digest import digest
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
@@ -179,7 +179,7 @@ def check_layout(name: str, layout: Layout, tensor: str, t: Tensor, place: Place
 
 _contiguous = lru_cache(maxsize=64)(Layout.contiguous)
 
-_routes: Recent[object, Route] = Recent(entries=256, nbytes=16 << 20, size=lambda route: route.needs.nbytes)
+_routes: LRUCache[object, Route] = LRUCache(entries=256, nbytes=16 << 20, size=lambda route: route.needs.nbytes)
 
 
 def route_of(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout) -> Route:
@@ -235,7 +235,7 @@ def form_of(spec: Spec | None) -> Fingerprint | None:
     return None if spec is None else spec.form()
 
 
-_texts: Recent[Fingerprint, str] = Recent(entries=256, nbytes=1 << 20, size=len)
+_texts: LRUCache[Fingerprint, str] = LRUCache(entries=256, nbytes=1 << 20, size=len)
 
 
 def text_of(spec: Spec | None) -> str:

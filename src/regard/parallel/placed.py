@@ -15,9 +15,9 @@ from torch import Tensor
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.interval import Edge, Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, intervals_of
-from regard.describe.recent import Recent
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
+from regard.lru_cache import LRUCache
 
 Piece: TypeAlias = tuple[int, int, int, int]
 """(first, count, block, stride): token i of the piece is at position `first + i // block * stride + i % block`."""
@@ -31,7 +31,7 @@ def pieces_of(runs: Sequence[range]) -> Pieces:
     return tuple((r.start, len(r), 1, r.step) if r.step > 1 else (r.start, len(r), len(r), len(r)) for r in runs if r)
 
 
-_kept: Recent[Pieces, Ints] = Recent(entries=1024, nbytes=64 << 20, size=lambda at: at.nbytes)
+_kept: LRUCache[Pieces, Ints] = LRUCache(entries=1024, nbytes=64 << 20, size=lambda at: at.nbytes)
 
 
 def positions_of(pieces: Pieces) -> Ints:

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from regard.describe.recent import Recent
 from regard.errors import ProblemError, RankError, RegardError
+from regard.lru_cache import LRUCache
 from regard.parallel.digest import digest
 
 TIMEOUT = 300.0
@@ -105,8 +105,8 @@ class Known:
     """
 
     prefix: str = ""
-    texts: Recent[object, str] = field(
-        default_factory=lambda: Recent[object, str](entries=256, nbytes=1 << 20, size=len)
+    texts: LRUCache[object, str] = field(
+        default_factory=lambda: LRUCache[object, str](entries=256, nbytes=1 << 20, size=len)
     )
     calls: int = 0
     lost: RegardError | None = None

@@ -15,7 +15,7 @@ import numpy as np
 
 from regard.describe.interval import FAR, Edge, Interval
 from regard.describe.mask import Bools, Ints
-from regard.describe.recent import Recent
+from regard.lru_cache import LRUCache
 from regard.plan.schedule import Schedule
 
 CELLS = 1 << 16
@@ -25,7 +25,7 @@ BELOW = np.tri(257, 256, -1, dtype=bool)
 """Row n is True below n: indexing rows takes a tenth of the time of comparisons."""
 
 
-bits_of: Recent[object, bytes] = Recent(entries=4096, nbytes=4 << 20, size=len)
+bits_of: LRUCache[object, bytes] = LRUCache(entries=4096, nbytes=4 << 20, size=len)
 """The bits of a tile, by its kind."""
 
 

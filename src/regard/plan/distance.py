@@ -11,8 +11,8 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, values_of
 from regard.describe.fingerprint import Fingerprint
-from regard.describe.recent import Recent
 from regard.describe.tensors import reads_again
+from regard.lru_cache import LRUCache
 from regard.plan.problem import Operands, Problem
 
 KEPT = 64 << 20
@@ -92,5 +92,5 @@ def _next_power(n: int) -> int:
 
 _Key = tuple[Fingerprint, int, torch.dtype, torch.device]
 
-_vectors: Recent[_Key, tuple[int, Tensor]] = Recent(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
+_vectors: LRUCache[_Key, tuple[int, Tensor]] = LRUCache(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
 """Vectors, each with its first distance. They keep no tensor of the user alive."""

@@ -11,8 +11,8 @@ import torch
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.interval import FAR, Interval, Union, step_left
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
-from regard.describe.recent import Recent
 from regard.describe.tensors import reads_again, unchanged
+from regard.lru_cache import LRUCache
 from regard.plan.checks import check_is_not_mapped
 from regard.plan.closed_form import CELLS, Grid, closed_form
 from regard.plan.few_rows import few_rows, has_few_rows
@@ -25,7 +25,7 @@ CHUNK = 1 << 22
 KEPT_BYTES = 256 << 20
 """The most bytes of cached schedules."""
 
-_schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
+_schedules: LRUCache[object, Schedule] = LRUCache(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
 """Cached schedules by the fingerprint of the mask, so no tensor of a caller is kept alive. A schedule depends on the
 mask and the sizes alone: calls of another type or with another bias share it."""
 

@@ -9,7 +9,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LRUCache(Generic[K, V]):
     """A least-recently-used cache, safe for several threads; the latest entry stays even above the limits.
 
     Args:
@@ -17,13 +17,13 @@ class Recent(Generic[K, V]):
         nbytes: the most bytes of all entries.
         size: the bytes of an entry.
 
-    >>> recent = Recent(entries=2, nbytes=100, size=len)
+    >>> cache = LRUCache(entries=2, nbytes=100, size=len)
     >>> for key, value in (("a", b"1"), ("b", b"2")):
-    ...     recent.put(key, value)
-    >>> recent.get("a")
+    ...     cache.put(key, value)
+    >>> cache.get("a")
     b'1'
-    >>> recent.put("c", b"3")
-    >>> recent.get("b") is None, recent.nbytes
+    >>> cache.put("c", b"3")
+    >>> cache.get("b") is None, cache.nbytes
     (True, 2)
     """
 
