@@ -286,7 +286,7 @@ def test_a_rope_of_another_width_is_refused():
 
 
 def test_a_rope_that_rotates_in_its_own_way_is_refused():
-    with pytest.raises(ProblemError, match=r"rope=Mirrored\(dim=8.*Mirrored has a rotate of its own: take another lay"):
+    with pytest.raises(ProblemError, match=r"rope=Mirrored\(dim=8.*Mirrored has a rotate of its own: use another lay"):
         KVCache(Rolling(23, 4, Mirrored(8))).append(*tokens_of(1))
 
 

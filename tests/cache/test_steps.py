@@ -342,7 +342,7 @@ def test_keys_or_values_without_channels_have_steps_or_an_error(dims: tuple[int,
         if layout != Rolling(24, sinks=3) and not dims[0]:  # equal scores
             torch.testing.assert_close(out[:, ::2], torch.cat([prompt[1], new[1]], 2).mean(2, keepdim=True))
         coded = KVCache(layout, Int8())
-        with pytest.raises(ProblemError, match=r"a codec needs elements. Take codec=None."):
+        with pytest.raises(ProblemError, match=r"a codec needs elements. Use codec=None."):
             _coded_steps(coded, prompt, capacity)
 
 

@@ -239,7 +239,7 @@ def test_a_model_in_a_compiled_graph_writes_the_same():
         ({"layout": Paged(16)}, "whose keys and values are made of latents"),
         ({"layout": Rolling(64)}, "whose keys and values are made of latents"),
         ({"layout": Latent(17)}, r"Latent\(rank=17\) for DeepseekV3ForCausalLM, which has latents of rank 16"),
-        ({"evict": ExpectedAttention(64)}, "latents have no values of their own: values=False"),
+        ({"evict": ExpectedAttention(64)}, "latents have no values of their own. Use values=False"),
         ({"codec": Int8(rotate=True)}, "a rotation would mix the latent with the rotated key"),
     ],
     ids=["paged", "rolling", "rank", "norms of values", "rotated"],

@@ -115,5 +115,5 @@ def test_a_mask_that_may_hide_what_is_kept_is_refused():
     """Documents packed into a row: which of them the tokens that are left belong to is not known."""
     layer = regard_cache(on_regard("llama"), evict=SinksAndRecent(8)).layers[0]
     packed = LayerMask(Causal() & Documents(torch.tensor([0, 0, 1])), (1, 1, 1, 3), 2, "cpu")
-    with pytest.raises(RefusalError, match=r"tells by position .* Take a cache that keeps all"):
+    with pytest.raises(RefusalError, match=r"tells by position .* Use a cache that keeps all"):
         layer.mask_for(packed, 1, 2)

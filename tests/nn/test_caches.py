@@ -172,7 +172,7 @@ def test_a_policy_whose_weights_would_not_be_those_of_the_module_is_refused(
     module, x, option = form(**words), torch.randn(BATCH, 40, WIDTH), next(iter(words))
     for policy in (H2O(11), TOVA(11), SnapKV(11, window=2), ExpectedAttention(11)):
         cache = KVCache(evict=policy)
-        with pytest.raises(ProblemError, match=rf"{type(policy).__name__}.*they have a {option}: take a"):
+        with pytest.raises(ProblemError, match=rf"{type(policy).__name__}.*they have a {option}. Use a"):
             module(x, cache=cache)
         assert cache.tokens_seen == 0
     for policy in (SinksAndRecent(11), Knorm(11)):
@@ -183,7 +183,7 @@ def test_a_policy_whose_weights_would_not_be_those_of_the_module_is_refused(
 
 
 def test_a_bias_of_the_call_is_refused_like_one_of_the_module():
-    with pytest.raises(ProblemError, match="they have a bias: take a policy that reads no queries"):
+    with pytest.raises(ProblemError, match=r"they have a bias\. Use a policy that reads no queries"):
         attention()(torch.randn(BATCH, 5, WIDTH), bias=Alibi(6), cache=KVCache(evict=H2O(11)))
 
 

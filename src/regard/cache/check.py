@@ -134,7 +134,7 @@ def check_codec(codec: object, name: str) -> None:
         return
     if is_float:
         raise ProblemError(
-            f"{name} is {codec}, without scales: expected a float type of 16 bits or more. Take codec=Fp8() or Int4(), "
+            f"{name} is {codec}, without scales: expected a float type of 16 bits or more. Use codec=Fp8() or Int4(), "
             "which have scales as well."
         )
     raise ProblemError(
@@ -167,10 +167,10 @@ def _check_latent(layout: Latent, codec: object, evict: object) -> None:
     if isinstance(codec, Codec) and codec.rotate:
         raise ProblemError(
             f"{codec!r} with {layout!r}: a rotation would mix the latent with the rotated key behind it, and values "
-            "are the latent alone: rotate=False."
+            "are the latent alone. Use rotate=False."
         )
     if isinstance(evict, ExpectedAttention) and evict.values:
         raise ProblemError(
-            f"{evict!r} with {layout!r}: it reads the norms of values, and latents have no values of their own: "
-            "values=False."
+            f"{evict!r} with {layout!r}: it reads the norms of values, and latents have no values of their own. "
+            "Use values=False."
         )

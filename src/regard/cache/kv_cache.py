@@ -316,12 +316,12 @@ class KVCache:
         if self.evict is not None:
             raise ProblemError(
                 f"steps() of a cache with {self.evict!r}: it chooses tokens on the host, so such a cache has no steps. "
-                "Take Rolling(window, sinks), which evicts by position, or append to this cache in each step."
+                "Use Rolling(window, sinks), which evicts by position, or append to this cache in each step."
             )
         if isinstance(self._stored_as, Codec) and not all(store.form.dims):
             raise ProblemError(
                 f"steps() of values without channels and {self._stored_as.kind} codes: a codec needs elements. "
-                "Take codec=None, or Latent(rank) if the values are channels of the keys."
+                "Use codec=None, or Latent(rank) if the values are channels of the keys."
             )
         if isinstance(store, RollingStore | RollingCodes):
             if capacity is not None:
@@ -420,7 +420,7 @@ def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) ->
     if isinstance(codec, Codec) and not form.qk_dim:  # latents have values of no channels
         raise ProblemError(
             f"keys have 0 dimensions and values {form.v_dim}, and the cache stores {codec.kind} codes: a codec needs "
-            "elements. Take codec=None."
+            "elements. Use codec=None."
         )
     match layout:
         case Paged():

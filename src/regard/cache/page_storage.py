@@ -80,7 +80,7 @@ class PageStorage:
         if self.codec is not None and not all(form.dims):
             raise ProblemError(
                 f"keys have {form.qk_dim} dimensions and values {form.v_dim}, and the pages store {self.codec.kind} "
-                "codes: a codec needs elements. Take codec=None."
+                "codes: a codec needs elements. Use codec=None."
             )
         dtype = self.stored_as if isinstance(self.stored_as, torch.dtype) else form.dtype
         self.plain_memory = PlainPageMemory(form, self.page, dtype)

@@ -104,7 +104,8 @@ class Sinks:
             return None
         if rope.scaling is not None and rope.scaling.looks_at_length():
             raise ProblemError(
-                f"{rope!r}: its angles depend on the length, which is on the device in steps. Take another."
+                f"{rope!r}: its angles depend on the length, which is on the device in steps. Use a rope whose scaling "
+                "does not."
             )
         frequencies = _frequencies(rope, None).to(self._k.device)
         return SinkRotation(self._k.clone(), _partners(self._k, rope), frequencies, self.is_rotated)
@@ -153,7 +154,7 @@ def check_rope(rope: Any, form: Form) -> None:
     if has_own_rotate(rope):
         raise ProblemError(
             f"Rolling(rope={rope!r}): sinks are rotated on by the frequencies of a Rope, and {type(rope).__name__} has "
-            "a rotate of its own: take another layout."
+            "a rotate of its own: use another layout."
         )
 
 
@@ -352,7 +353,7 @@ class RollingCodes(QuantisedStore):
         if window < least:
             raise ProblemError(
                 f"steps of {self.layout!r} with {codec!r}: expected a window of {least} tokens or more, the sinks, the "
-                "residual and a group of codes. Take codec=None."
+                "residual and a group of codes. Use codec=None."
             )
         coded, left = self.coded_by(seen), self._end - self._begin
         gone = coded - self._coded  # of the codes, as many were evicted

@@ -127,7 +127,7 @@ class StepCache:
         """Raise `ProblemError` unless all positions are this far below the capacity."""
         if self.capacity is not None and (most := int(self.position.max())) > self.capacity - below:
             raise ProblemError(
-                f"steps(capacity={self.capacity}) is full: token {most + below:,} of a row does not fit. Take a larger "
+                f"steps(capacity={self.capacity}) is full: token {most + below:,} of a row does not fit. Use a larger "
                 "capacity."
             )
 

@@ -199,7 +199,7 @@ def leading_channels(stored: CachedTensor, dim: int) -> CachedTensor:
     if isinstance(stored, Tensor):
         return stored.narrow(3, 0, dim)
     if stored.rotated:
-        raise ProblemError(f"{stored!r} is rotated: its first {dim} channels are made of all. Take rotate=False.")
+        raise ProblemError(f"{stored!r} is rotated: its first {dim} channels are made of all. Use rotate=False.")
     parts = tuple(_leading_channels(part, dim) for part in stored.parts)
     batch, heads, tokens = stored.shape[:3]
     return StoredTensor(parts, (batch, heads, tokens, dim), stored.dtype, stored.lengths)
@@ -264,7 +264,7 @@ def check_capacity(capacity: int | None, stored: int, new: int) -> None:
     if capacity is not None and stored + new > capacity:
         raise ProblemError(
             f"{new} tokens more than the {stored} that are stored make {stored + new}, and "
-            f"Contiguous(capacity={capacity}) has no memory for them: nothing was changed. Take a larger capacity, "
+            f"Contiguous(capacity={capacity}) has no memory for them: nothing was changed. Use a larger capacity, "
             "or none."
         )
 

@@ -82,8 +82,8 @@ def report(made: Generation, plain: Generation | None, memory: CacheMemory, fact
     chat = " in the chat template" * facts["chat"]
     lines = [
         f"{facts['model']}, {facts['dtype']}, {_where(facts)}",
-        f"  prompt     {made.prompt_tokens:,} tokens{chat}{_rate(made.prompt_rate)}",
-        f"  generated  {len(made.tokens):,} tokens{_rate(made.rate)}; {ENDED[made.ended]}",
+        f"  prompt     {made.prompt_tokens:,} tokens{chat}{rate(made.prompt_rate)}",
+        f"  generated  {len(made.tokens):,} tokens{rate(made.rate)}; {ENDED[made.ended]}",
         f"  KV cache   {stored}; {size(memory.allocated_bytes)} allocated",
     ]
     lines += [f"             {line}" for line in memory.layers]
@@ -118,14 +118,19 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _rate(speed: float | None) -> str:
+def rate(speed: float | None) -> str:
+    """Tokens per second, as the end of a line; empty where none were generated.
+
+    >>> rate(1234.5), rate(12.34), rate(None)
+    (', 1,234 per second', ', 12.3 per second', '')
+    """
     return "" if speed is None else f", {speed:,.0f} per second" if speed >= 100 else f", {speed:.1f} per second"
 
 
 def _comparison(made: Generation, plain: Generation) -> str:
     """The first difference from the text with a plain cache, and the speed of that."""
     count, same = len(made.tokens), common_prefix(made.tokens, plain.tokens)
-    speed = f"which generated{_rate(plain.rate).replace(',', '', 1) or ' nothing'}"
+    speed = f"which generated{rate(plain.rate).replace(',', '', 1) or ' nothing'}"
     if same == count == len(plain.tokens):
         return f"the same {count:,} generated tokens as with a plain cache, {speed}"
     here, there = (text.replace("\n", " ") for text in _differing_ends(made.text, plain.text))

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regard.cli import heads_table
+from regard.cli.generation_report import rate
 from regard.cli.heads_table import head_detail
 from regard.cli.model_comparison import comparison
 from regard.inspect.surveying.report import Ablations, Report, RunInfo
@@ -93,8 +94,8 @@ def _facts(report: Report) -> Text:
     rows = [
         ("model", f"{_layers(run.layers)} of {sharing}, {run.head_dim} wide; {_parameters(run.parameters)} parameters"),
         ("attention", f"{_backends(run)}; {run.attention_gflop:,.2f} GFLOP for {run.pairs:,} query-key pairs"),
-        ("prompt", f"{report.prompt_tokens:,} tokens{_rate(run.tokens_per_second)}"),
-        ("generated", f"{generated:,} tokens{_rate(run.decode_tokens_per_second)}"),
+        ("prompt", f"{report.prompt_tokens:,} tokens{rate(run.tokens_per_second)}"),
+        ("generated", f"{generated:,} tokens{rate(run.decode_tokens_per_second)}"),
         ("eager", _difference(run)),
         ("machine", run.machine),
     ]
@@ -126,10 +127,6 @@ def _backends(run: RunInfo) -> str:
 
 def _parameters(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-
-
-def _rate(speed: float | None) -> str:
-    return "" if speed is None else f", {speed:,.0f} per second" if speed >= 100 else f", {speed:.1f} per second"
 
 
 def _difference(run: RunInfo) -> str:

@@ -99,7 +99,7 @@ def attention(
     if found is None and isinstance(k, Pending):
         raise RefusalError(
             f"a padded batch over a cache that drops tokens: {type(module).__name__} reads the keys of another layer, "
-            "whose rows keep different tokens. Generate from prompts of one length, or take a cache that keeps all."
+            "whose rows keep different tokens. Generate from prompts of one length, or use a cache that keeps all."
         )
     batch, keys = sizes_of(k)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
@@ -164,7 +164,7 @@ def _check_bias(layer: EvictingLayer, bias: Tensor | None) -> None:
     if bias is not None:
         raise RefusalError(
             f"{layer.kv!r} drops tokens, and this model adds a bias by position to the scores of all: which entries "
-            "belong to the remaining tokens is not known. Take a cache that keeps all."
+            "belong to the remaining tokens is not known. Use a cache that keeps all."
         )
 
 

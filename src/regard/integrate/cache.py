@@ -271,7 +271,7 @@ class RegardCache(DynamicCache):
         if fixed:
             raise RefusalError(
                 f"{self!r} cannot serve assisted or prompt-lookup decoding: its layers {ranges(fixed)} keep a window "
-                "in memory of a fixed size, where drafts overwrite tokens that are still needed. Take Contiguous()."
+                "in memory of a fixed size, where drafts overwrite tokens that are still needed. Use Contiguous()."
             )
         super().activate_past_recording()
 

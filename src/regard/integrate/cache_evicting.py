@@ -156,7 +156,7 @@ class EvictingLayer(StoredLayer):
         if layer_mask is not None and not isinstance(layer_mask, LayerMask):
             raise RefusalError(
                 f"a mask given as a tensor for {self.kv!r}, which drops tokens: it does not tell which keys are left. "
-                "Give the padding, [batch, tokens], or take a cache that keeps all."
+                "Give the padding, [batch, tokens], or use a cache that keeps all."
             )
         return bool(self._rows) or (
             layer_mask is not None and layer_mask.padding is not None and not bool(layer_mask.padding.all())
@@ -253,7 +253,7 @@ class EvictingLayer(StoredLayer):
     def _refused_padding(self, why: str) -> RefusalError:
         return RefusalError(
             f"a padded batch for {self.kv!r}, which drops tokens: {why}. Pad to the left, generate from prompts "
-            "of one length, or take a cache that keeps all."
+            "of one length, or use a cache that keeps all."
         )
 
     # ---- what generation does with it -------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class EvictingLayer(StoredLayer):
         """
         raise RefusalError(
             f"{self.kv!r} cannot serve assisted or prompt-lookup decoding: rejected drafts would have cost it tokens "
-            "for good. Generate without an assistant, or take a cache that keeps all."
+            "for good. Generate without an assistant, or use a cache that keeps all."
         )
 
     def reset(self) -> None:
@@ -331,6 +331,6 @@ class EvictingLayer(StoredLayer):
             raise RefusalError(
                 f"{self.kv!r} was read by an attention that did not report what it read: that of a compiled model, or "
                 "one that the model computes without asking transformers' AttentionInterface; or by none because a "
-                "call failed. Run the model uncompiled, or take a cache that keeps all; after a call that failed, "
+                "call failed. Run the model uncompiled, or use a cache that keeps all; after a call that failed, "
                 "crop() or reset()."
             )

@@ -83,7 +83,7 @@ class FixedWindowLayer(FixedLayer, StaticSlidingWindowLayer):
         if tokens_to_remove and seen > kept and seen + tokens_to_remove > 0:
             raise ProblemError(
                 f"crop({tokens_to_remove}): the first {seen - kept} of {seen} tokens have left the window of {kept}, "
-                "in memory of a fixed size, so none can be removed. Take Contiguous() and activate_past_recording(), "
+                "in memory of a fixed size, so none can be removed. Use Contiguous() and activate_past_recording(), "
                 "or call reset()."
             )
 

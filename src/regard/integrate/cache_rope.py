@@ -204,6 +204,6 @@ def _is_rotated_by(rope: Rope, keys: Tensor) -> bool:
 def _refuse(config: Any, why: str) -> NoReturn:
     raise ProblemError(
         f"Rolling with a {config.model_type} model: {why}, so the cache cannot re-rotate its sinks when it drops the "
-        "tokens after them. Take Contiguous() with an eviction policy (evict=), or give the rotation yourself, "
+        "tokens after them. Use Contiguous() with an eviction policy (evict=), or give the rotation yourself, "
         "Rolling(window, rope=Rope(...))."
     )

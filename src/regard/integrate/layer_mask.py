@@ -216,7 +216,7 @@ def mask_over_kept(given: LayerMask, kept: int, rows: slice, skip: int, cache: o
     if not _shows_all_earlier(mask):
         raise RefusalError(
             f"{mask!r} for {cache!r}, which drops tokens: it tells by position which keys a query sees, "
-            "and the remaining ones have moved. Take a cache that keeps all."
+            "and the remaining ones have moved. Use a cache that keeps all."
         )
     queries, parts = given.shape[2], _parts(mask)
     if all(type(part) is Causal or _is_padding(part) for part in parts):

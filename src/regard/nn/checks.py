@@ -50,5 +50,5 @@ def check_observer(cache: KVCache | None, **options: object) -> None:
     if given and isinstance(cache.evict.start(), QueryObserver):
         raise ProblemError(
             f"the cache has {cache.evict!r}, which computes attention weights as softmax(scale * q . k), and here they "
-            f"have a {' and a '.join(given)}: take a policy that reads no queries, such as SinksAndRecent or Knorm."
+            f"have a {' and a '.join(given)}. Use a policy that reads no queries, such as SinksAndRecent or Knorm."
         )

@@ -366,7 +366,7 @@ class LatentAttention(SinkModule):
         if isinstance(layout, Rolling) and (self.position is not None or layout.rope is not None):
             raise ProblemError(
                 f"the cache is {layout!r}: a Rope rotates the first dimensions of a key, and in these entries the last "
-                "ones carry the position. Take Latent or Contiguous with a policy of regard.cache.evict."
+                "ones carry the position. Use Latent or Contiguous with a policy of regard.cache.evict."
             )
 
     def _check_absorbed(self, absorbed: object, cache: KVCache | None) -> None:

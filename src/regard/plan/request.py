@@ -215,7 +215,7 @@ def _check_ring(request: Request) -> None:
     ):
         raise ProblemError(
             f"q is {list(q.shape)}, mask {mask!r} and bias {request.bias!r}: the keys "
-            "of steps over Rolling are not in the order of their positions. Take one query, under Causal() or no mask."
+            "of steps over Rolling are not in the order of their positions. Use one query, under Causal() or no mask."
         )
 
 

@@ -173,7 +173,7 @@ class _Inputs:
             self._kept.append(vectors)
             self.fields |= {"distance": vectors.data_ptr(), "distance_head": vectors.stride(0)}
         terms = [term for term in bias.terms() if type(term) is TensorBias]
-        tables = [_of_batch(term.rows(w.shape[2], w.offset), w) for term in terms]
+        tables = [w.own_rows(term.rows(w.shape[2], w.offset)) for term in terms]
         if tables:
             table = tables[0] if len(tables) == 1 else reduce(add, (table.to(w.dtype) for table in tables))
             table = table.detach().resolve_neg() if table.dtype in native_calls.DTYPES else table.detach().to(w.dtype)
@@ -182,8 +182,3 @@ class _Inputs:
             strides = (0 if n == 1 else stride for n, stride in zip(table.shape, table.stride(), strict=True))
             self.fields |= dict(zip(axes, strides, strict=True))
             self.fields |= {"bias": table.data_ptr(), "bias_dtype": native_calls.DTYPES[table.dtype]}
-
-
-def _of_batch(table: Tensor, w: Weights) -> Tensor:
-    """The batch rows of these weights, of a tensor that has those of the call."""
-    return table if table.shape[0] == 1 else table[w.sequence : w.sequence + w.shape[0]]

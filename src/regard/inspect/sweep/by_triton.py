@@ -110,12 +110,7 @@ def _distance(w: Weights) -> Tensor | None:
 def _table(w: Weights) -> Tensor | None:
     """The other terms of the bias, as one tensor."""
     terms = [] if w.bias is None else [term for term in w.bias.terms() if type(term) is TensorBias]
-    tables = [_of_batch(term.rows(w.shape[2], w.offset), w).detach() for term in terms]
+    tables = [w.own_rows(term.rows(w.shape[2], w.offset)).detach() for term in terms]
     if not tables:
         return None
     return tables[0].float().resolve_neg() if len(tables) == 1 else reduce(add, (table.float() for table in tables))
-
-
-def _of_batch(table: Tensor, w: Weights) -> Tensor:
-    """The batch rows of these weights, of a tensor that has those of the call."""
-    return table if table.shape[0] == 1 else table[w.sequence : w.sequence + w.shape[0]]

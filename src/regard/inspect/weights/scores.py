@@ -154,6 +154,10 @@ class CallScores:
         own = slice(number, number + 1)
         return replace(self, q=self.q[own], k=self.k[own], lse=self.lse[own], sequence=self.sequence + number)
 
+    def own_rows(self, table: Tensor) -> Tensor:
+        """The rows of these sequences, of a tensor that has one row for all sequences of the call, or one for each."""
+        return table if table.shape[0] == 1 else table[self.sequence : self.sequence + self.shape[0]]
+
     def heads(self, index: int | Sequence[int] | Tensor) -> Self:
         """The weights of some query heads, in the order of `index`, as a call with these heads.
 
