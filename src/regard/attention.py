@@ -250,6 +250,10 @@ def _on_device(problem: Problem, device: str | torch.device | None) -> tuple[Pro
         )
     index = int(name) if name.isdecimal() else None
     machine = find_machine(name) if name and index is None else None
+    if machine is not None and machine.device not in ("", kind):
+        raise ProblemError(
+            f"device {device!r}: {machine.title} is no device of {kind}: expected {machine.device}:{machine.name}."
+        )
     is_here = machine is None or machine.name in THIS
     return replace(problem, device=kind, capability=capability_of(kind, index) if is_here else None), machine
 

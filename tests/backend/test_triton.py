@@ -285,6 +285,8 @@ def test_a_plan_is_made_for_a_named_device():
     assert "on NVIDIA H100 SXM5 at least 0.0347 ms" in str(plan)  # 4 * 8 * 4096 * 4097 / 2 * 128 FLOP at 989.4 TFLOP/s
     assert str(explain(q, q, q, mask=Causal(), device=torch.device("cuda", 0))).splitlines()[1] == "runs on triton"
     assert explain(q, q, q, mask=Causal(), device="mps").backend == "reference"
+    with pytest.raises(ProblemError, match=r"'cpu:h100': NVIDIA H100 SXM5 is no device of cpu: expected cuda:h100\.$"):
+        explain(q, q, q, device="cpu:h100")
     with pytest.raises(ProblemError, match=r"unknown machine 'h10'\. Near: h100"):
         explain(q, q, q, device="cuda:h10")
     with pytest.raises(ProblemError, match=r'device is for tensors on meta, .* on cpu: pass q\.to\("meta"\)'):

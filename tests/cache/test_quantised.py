@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import ProblemError
-from regard.cache import KVCache, coded_slots
+from regard import ProblemError, attend
+from regard.cache import KVCache, SinksAndRecent, coded_slots
 from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Contiguous, Paged, StoredTensor
@@ -382,3 +382,13 @@ def test_what_inference_mode_stored_can_be_added_to_outside_of_it():
         found = append(cache, *tokens_of(40))[0]
     append(cache, *tokens_of(40))
     torch.testing.assert_close(found.dense()[:, :, :101], k[[1, 0]], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("codec", [None, Int8(), Int4(rotate=True), Fp8(residual=1, sinks=0)], ids=str)
+def test_a_batch_without_rows_is_stored_decoded_and_shortened(codec):
+    cache = KVCache(codec=codec, evict=SinksAndRecent(20))
+    keys, _ = cache.append(torch.randn(0, 2, 100, 8), torch.randn(0, 2, 100, 8))
+    assert (keys.dense() if isinstance(keys, StoredTensor) else keys).shape == (0, 2, 100, 8)
+    cache.forget()
+    assert attend(torch.randn(0, 4, 1, 8), *cache.append(*torch.randn(2, 0, 2, 1, 8))).shape == (0, 4, 1, 8)
+    assert cache.tokens == 21

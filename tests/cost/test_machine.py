@@ -24,6 +24,7 @@ def test_every_machine_has_its_figures_and_their_source(name):
     row, machine = ROWS[name], find_machine(name)
     assert row["source"]
     assert machine.checked == row.get("checked", "")
+    assert machine.device == ("cpu" if "cores" in row["title"] else "mps" if "Apple" in row["title"] else "cuda")
     assert {"float32", "float16"} & machine.flops.keys() or "bfloat16" in machine.flops
     assert machine.peak("bfloat16") >= machine.peak("float32")
     assert 2**10 < machine.fast_memory < machine.memory

@@ -200,7 +200,7 @@ class QuantisedStore:
             raise token_scales_error(self.codec)
         check_has_data(index, "a policy over codes")
         kept, sinks, tail = index.shape[2], self._sinks, self._sinks + self._coded
-        first, last = (int(some.sum(-1).min()) for some in (index < sinks, index >= tail))
+        first, last = (_fewest(index < sinks), _fewest(index >= tail))
         coded = index[:, :, first : kept - last]
         count = coded.shape[2]
         # Heads may keep different numbers of plain tokens: where a head has more than another, the rest is encoded.
@@ -343,6 +343,11 @@ class QuantisedStore:
 
 def _count(ranges: tuple[SlotRange, ...]) -> int:
     return sum(slots.tokens for slots in ranges)
+
+
+def _fewest(chosen: Tensor) -> int:
+    """How many tokens every head has that are chosen, [batch, kv_heads, tokens]; 0 in a batch without rows."""
+    return int(chosen.sum(-1).min()) if len(chosen) else 0
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Machine:
         count: machines that share the work evenly; communication between them is not counted.
         efficiency: what kernels reach, by type, where it was measured.
         checked: another public page that has the figures, and which of them; "" where none was compared.
+        device: its kind of device in PyTorch, such as "cuda" (AMD's GPUs as well), "mps" or "cpu"; "" where not named.
 
     Raises:
         ProblemError: a type is not known, a limit is no number above 0, count is no whole number from 1 on, or a
@@ -83,6 +84,7 @@ class Machine:
     count: int = 1
     efficiency: Mapping[str, Efficiency] | None = None
     checked: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.flops), Mapping) or not self.flops:

@@ -78,6 +78,7 @@ def _machine(name: str) -> Machine:
         memory=row["memory"] * GIB,
         fast_memory=row["fast_memory"] * KIB,
         checked=row.get("checked", ""),
+        device=row["device"],
     )
 
 

@@ -335,7 +335,7 @@ class StoredTensor:
         Tokens beyond a row's length are 0.
         """
         if self.lengths is None and all(part.row_ends is None for part in self.parts):
-            found = [self._part(part) for part in self.parts if part.tokens]
+            found = [self._part(part) for part in self.parts if part.tokens] if self.shape[0] else []
             if not found:
                 return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             return found[0] if len(found) == 1 else torch.cat(found, dim=2)
