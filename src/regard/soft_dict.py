@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.attention import attend
 from regard.backend.contract import Backend
-from regard.describe.score import Dot, Score
+from regard.describe.score import Dot, Score, compare_pairs
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError
 from regard.wide import wide_of
@@ -123,7 +123,7 @@ class SoftDict:
             q, k, left = score.prepare(queries.to(wide)[None, None], self.keys.to(wide)[None, None])
             if left is None or type(left) is Dot:
                 return (q @ k.mT)[0, 0]
-            return left.compare(q[:, :, None], k[:, :, None])[0, 0, 0]
+            return compare_pairs(left, q[:, :, None], k[:, :, None])[0, 0, 0]
 
 
 def _best(scores: Tensor) -> Tensor:

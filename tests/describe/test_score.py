@@ -403,6 +403,29 @@ def test_a_score_that_does_not_fit_says_so(score: Score, message: str):
         attend(q, k, v, score=score)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda s: s[..., :1, :], r"returned \[2, 2, 3, 1, 7\] of torch.float32; expected .*, here \[2, 2, 3, 5, 7\]"),
+        (lambda s: s[0, 0, 0, 0], r"returned \[7\] of torch.float32"),
+        (lambda s: s > 0, r"of torch.bool; .*, of torch.float32\.$"),
+        (lambda s: None, r"compare\(q, k\) returned NoneType; expected a tensor\.$"),
+    ],
+)
+def test_a_score_of_ones_own_gives_a_number_for_each_pair(wrong: Any, message: str):
+    @spec
+    class Own(Score):
+        changed: Any
+
+        def compare(self, q: Tensor, k: Tensor) -> Tensor:
+            return self.changed((q @ k.mT).double())
+
+    q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 7, 4), torch.randn(2, 2, 7, 3)
+    torch.testing.assert_close(attend(q, k, v, score=Own(lambda s: s)), attend(q, k, v, scale=1.0))
+    with pytest.raises(ProblemError, match=message):
+        attend(q, k, v, score=Own(lambda s: wrong(s.float())))
+
+
 def test_unlike_queries_and_keys_need_a_score_that_compares_them():
     q, k, v = small(q_dim=3, k_dim=7)
     for score in (None, Dot(), Cosine(), Gaussian(1.0)):

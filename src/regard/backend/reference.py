@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.backend.contract import Backend, Kernel
 from regard.backend.reference_products import products, weighted_values
 from regard.describe.bias import Bias, values_of
-from regard.describe.score import Score
+from regard.describe.score import Score, compare_pairs
 from regard.describe.score_function import ScoreFunction
 from regard.plan.checks import is_finite
 from regard.plan.lower import Lowering, gather, prepare_score
@@ -262,7 +262,7 @@ def _compared(block: _Block, q: Tensor, k: Tensor, guarded: bool) -> Tensor:
 def _by_head(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
     """Scores that are no dot product: all heads at once if they fit in `SLAB`, else head by head."""
     if q.shape[:3].numel() * k.shape[2] * _per_pair(block.problem) <= SLAB:
-        return score.compare(q.unflatten(1, (k.shape[1], -1)), k[:, :, None]).flatten(1, 2)
+        return compare_pairs(score, q.unflatten(1, (k.shape[1], -1)), k[:, :, None]).flatten(1, 2)
     again = block.problem.grad and not block.problem.transformed
     compute = partial(checkpoint, _of_head, use_reentrant=False, preserve_rng_state=False) if again else _of_head
     group = q.shape[1] // k.shape[1]
@@ -275,7 +275,7 @@ def _by_head(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _of_head(score: Score, q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
-    return score.compare(q[None, None, None], k[None, None, None])[0, 0, 0]
+    return compare_pairs(score, q[None, None, None], k[None, None, None])[0, 0, 0]
 
 
 def _per_pair(problem: Problem) -> int:

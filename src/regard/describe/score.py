@@ -97,6 +97,24 @@ class Score(Spec):
         return self
 
 
+def compare_pairs(score: Score, q: Tensor, k: Tensor) -> Tensor:
+    """`score.compare` of these queries and keys.
+
+    Raises:
+        ProblemError: `compare` returns no tensor of floating-point numbers with one for each pair.
+    """
+    scores = cast(object, score.compare(q, k))  # of a user's score, anything
+    shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    if not isinstance(scores, Tensor):
+        raise ProblemError(f"{score!r}: compare(q, k) returned {type(scores).__name__}; expected a tensor.")
+    if scores.shape != shape or not scores.is_floating_point():
+        raise ProblemError(
+            f"{score!r}: compare(q, k) of q {list(q.shape)} and k {list(k.shape)} returned {list(scores.shape)} of "
+            f"{scores.dtype}; expected [batch, kv_heads, group, queries, keys], here {list(shape)}, of {q.dtype}."
+        )
+    return scores.to(q.dtype)
+
+
 @spec
 class Dot(Score):
     """The dot product `q . k`; the default. Vaswani et al. 2017, arXiv:1706.03762, §3.2.1.

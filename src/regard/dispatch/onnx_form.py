@@ -32,7 +32,7 @@ from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import And, CallSizes, Mask, kept_pairs
 from regard.describe.mask_by_rule import Causal, Dilated, KeyLengths, Window
 from regard.describe.mask_by_table import Documents, TensorMask
-from regard.describe.score import Dot, Score
+from regard.describe.score import Dot, Score, compare_pairs
 from regard.describe.spec import bound_to
 from regard.errors import RefusalError
 from regard.plan.request import Request
@@ -257,7 +257,7 @@ def _by_primitives(call: _Call, score: Score | None, sink: Tensor | None) -> Sta
     wide = wide_of(call.q.dtype)
     kv_heads, group = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
     q, k = call.q.to(wide).unflatten(1, (kv_heads, group)), call.k.to(wide)[:, :, None]
-    s = (q @ k.mT if score is None else score.compare(q, k)).flatten(1, 2) * call.scale
+    s = (q @ k.mT if score is None else compare_pairs(score, q, k)).flatten(1, 2) * call.scale
     if call.softcap is not None:
         cap = float(call.softcap)
         s = cap * torch.tanh(s / cap)
