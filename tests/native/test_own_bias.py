@@ -5,6 +5,7 @@ import torch
 
 from regard import Alibi, Causal, ProblemError, TensorBias, attend, explain
 from regard.extend import Bias, spec
+from regard.scores import Cosine
 from tests.native.engines import ALL, PLAIN
 
 Q, K, V = torch.randn(2, 3, 7, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 8)
@@ -110,3 +111,65 @@ def test_what_depends_on_the_distance_in_some_instances_alone_is_known_for_each(
         assert len(explain(Q, K, V, bias=bias, backend=ALL[0]).steps) == (not far)
         expected = attend(Q, K, V, bias=bias, backend="reference64")
         assert torch.allclose(attend(Q, K, V, bias=bias, backend=ALL[0]), expected, atol=1e-5)
+
+
+@spec
+class ByModule(Bias):
+    """A multilayer perceptron of the distance, as in Swin v2 and FIRE: its weights are no fields."""
+
+    module: torch.nn.Module
+    by_distance: bool
+
+    def value(self, b, h, q, k):
+        return self.module((q - k).abs().log1p()[..., None])[..., 0] * (1 + h)
+
+    def per_distance(self):
+        return self.by_distance
+
+
+@spec
+class Learned(Cosine):
+    """A dot product of queries that a module multiplies: its weights are no fields."""
+
+    module: torch.nn.Module
+
+    def prepare(self, q, k):
+        return self.module(q), k, None
+
+
+@pytest.mark.parametrize("by_distance", [True, False])
+@pytest.mark.parametrize("learns", ["queries", "nothing else"])
+@pytest.mark.parametrize("engine", [None, "reference", PLAIN, *ALL])
+def test_weights_that_are_no_fields_learn(engine, learns, by_distance):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    q = Q.clone().requires_grad_(learns == "queries")
+    bias = ByModule(module, by_distance)
+
+    def gradients(out: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(out.square().sum(), list(module.parameters())))
+
+    at = torch.arange(4, 11)[:, None], torch.arange(11)
+    table = bias.value(0, torch.arange(3)[:, None, None], *at)
+    right = gradients((Q @ K.mT / 8**0.5 + table).softmax(-1) @ V)
+    for _ in range(2):  # the plan is new, and then known
+        for one, other in zip(gradients(attend(q, K, V, bias=bias, backend=engine)), right, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_that_are_frozen_and_thawed_learn_when_they_do():
+    module = torch.nn.Linear(1, 1)
+    for learns in (False, True, False, True):
+        module.requires_grad_(learns)
+        assert attend(Q, K, V, bias=ByModule(module, True)).requires_grad == learns
+        with torch.no_grad():
+            assert not attend(Q, K, V, bias=ByModule(module, True)).requires_grad
+
+
+def test_weights_that_a_score_reads_learn():
+    module = torch.nn.Linear(8, 8)
+    out = attend(Q, K, V, score=Learned(module))
+    (found,) = torch.autograd.grad(out.square().sum(), [module.weight])
+    right = (module(Q) @ K.mT).softmax(-1) @ V
+    (expected,) = torch.autograd.grad(right.square().sum(), [module.weight])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

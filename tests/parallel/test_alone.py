@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from regard import Causal, ProblemError, RefusalError, attend, observe_calls
 from regard.cache import KVCache, Rolling
 from regard.errors import KeywordError
+from regard.extend import Bias, spec
 from regard.parallel import Layout, ShardedCache, attend_on_mesh, attend_sharded, ring_attend, ulysses_attend
 from regard.parallel.ranks import Ranks
 from tests.parallel.comparing import some
@@ -163,3 +164,25 @@ def test_tokens_that_are_appended_one_at_a_time_are_remembered_as_one_run():
     assert torch.equal(
         cache.attend(qkv()[0][:, :, 7:8]), attend(qkv()[0][:, :, 7:8], *(t[:, :, :8] for t in qkv()[1:]))
     )
+
+
+@spec
+class ByModule(Bias):
+    """Reads a weight of a module, and one of its fields."""
+
+    rate: Tensor
+    module: torch.nn.Module
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return self.rate * self.module((q - k).float()[..., None])[..., 0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_weight_that_a_bias_reads_and_has_not_is_refused_where_it_learns():
+    module, rate = torch.nn.Linear(1, 1), torch.ones((), requires_grad=True)
+    with pytest.raises(RefusalError, match=r"ByModule\(.*is none of its fields.*Make it a field\.$"):
+        ring_attend(*qkv(), bias=ByModule(rate, module))
+    with torch.no_grad():
+        ring_attend(*qkv(), bias=ByModule(rate, module))
+    ring_attend(*qkv(), bias=ByModule(rate, module.requires_grad_(requires_grad=False))).sum().backward()
+    assert rate.grad is not None

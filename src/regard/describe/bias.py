@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.describe.mask import CallSizes, Positions, as_tensors, check_takes_positions, wrong_shape
 from regard.describe.not_a_spec import instead, received
 from regard.describe.require_tensor import require_tensor
-from regard.describe.spec import Spec, bound_to, map_tuple, spec
+from regard.describe.spec import Spec, bound_to, spec
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -46,14 +46,10 @@ class Bias(Spec):
         T5Bias(table=float32[32, 2])
         """
 
-        def wide(part: Any) -> Any:
-            if isinstance(part, Tensor):  # integers may be indices
-                return part.to(torch.promote_types(part.dtype, dtype)) if part.is_floating_point() else part
-            if isinstance(part, tuple):
-                return map_tuple(wide, cast("tuple[Any, ...]", part))
-            return part.widened(dtype) if isinstance(part, Bias) else part
+        def wide(t: Tensor) -> Tensor:  # integers may be indices
+            return t.to(torch.promote_types(t.dtype, dtype)) if t.is_floating_point() else t
 
-        return self.with_fields(**{name: wide(x) for name, x in self.__dict__.items() if name not in self._derived})
+        return self.with_tensors(wide)
 
     def __add__(self, other: "Bias") -> "Bias":
         return Sum(self, _bias(other))
@@ -87,6 +83,28 @@ def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions
         expected = f"expected numbers to add to scores{hint}"
         raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {values.dtype}; {expected}.")
     return values
+
+
+def bias_learns(bias: Bias, device: torch.device) -> bool:
+    """Whether a gradient is wanted of what the bias reads: of its tensors, and of what else a user's `value` reads.
+
+    Args:
+        device: of the call.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return any(t.requires_grad for t in bias.tensors()) or any(reads_learned(term, device) for term in bias.terms())
+
+
+def reads_learned(term: Bias, device: torch.device) -> bool:
+    """Whether a user's bias depends on a tensor that learns, such as the weights of a module in one of its fields."""
+    if term.has_own_classes():
+        return False
+    at = torch.zeros((), dtype=torch.int64, device=device)
+    try:
+        return values_of(term, at, at, at, at).requires_grad
+    except (IndexError, ProblemError):  # no rows; what is wrong the call finds with its own sizes
+        return False
 
 
 def _bias(other: object) -> Bias:

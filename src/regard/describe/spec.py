@@ -148,6 +148,18 @@ class Spec:
         is_same = all(_is_same(getattr(made, name), getattr(derived, name)) for name in self._arguments)
         return derived if is_same else made
 
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """This spec with `change` of each of its tensors, those of the specs in it as well."""
+
+        def changed(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return change(part)
+            if isinstance(part, tuple):
+                return map_tuple(changed, cast("tuple[Any, ...]", part))
+            return part.with_tensors(change) if isinstance(part, Spec) else part
+
+        return self.with_fields(**{name: changed(x) for name, x in self.__dict__.items() if name not in self._derived})
+
     def _copy(self, changed: dict[str, Any]) -> Self:
         if _lists_attributes():
             kept = {name: x for name, x in self.__dict__.items() if name not in self._derived}
@@ -190,6 +202,10 @@ class Spec:
     def is_own(cls) -> bool:
         """Whether the class is one of regard's."""
         return cls._kind.is_own
+
+    def has_own_classes(self) -> bool:
+        """Whether its class, and those of the specs in it, are all regard's."""
+        return self._kind.is_own and all(map(_has_own_classes, self.parts()))
 
     def has_plain_fields(self) -> bool:
         """Whether each field of it, and of the specs in it, can be serialised."""
@@ -380,6 +396,13 @@ def _passes(part: Any, spec_passes: "Callable[[Spec], bool]") -> bool:
     if type(part) is tuple:
         return all(_passes(each, spec_passes) for each in cast("tuple[Any, ...]", part))
     return is_serialized_as_it_is(part)
+
+
+def _has_own_classes(part: Any) -> bool:
+    """Whether the specs in a field are of classes of regard's."""
+    if type(part) is tuple:
+        return all(map(_has_own_classes, cast("tuple[Any, ...]", part)))
+    return not isinstance(part, Spec) or part.has_own_classes()
 
 
 def _fingerprint_part(part: Any) -> Any:
