@@ -24,8 +24,8 @@ CASES = (
 ABOUT = """\
 How long torch's `scaled_dot_product_attention` takes, as a multiple of regard's time, by kind of machine. Each kind has
 a page with all cases, the machine's limits and the goals; `./bench --write` measures the machine at hand,
-`./bench --isa avx2 --write` the same machine with both held to older instructions. `regard bench` does the same for
-shapes of your own."""
+`REGARD_ISAS=all ./bench --isa avx2 --write` the same machine with both held to older instructions. `regard bench` does
+the same for shapes of your own."""
 
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 

@@ -111,8 +111,8 @@ def isa() -> str:
         return here[-1]
     if asked not in here:
         raise ProblemError(
-            f"REGARD_ISA is {asked!r}, and this machine runs {', '.join(here)}: name one of these, or unset REGARD_ISA "
-            f"to use {here[-1]}."
+            f"REGARD_ISA is {asked!r}, and regard has kernels for {', '.join(here)} that this machine runs: name one "
+            f"of these, or unset REGARD_ISA to use {here[-1]}. Others need an install with REGARD_ISAS=all."
         )
     return asked
 

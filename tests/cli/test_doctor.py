@@ -51,7 +51,7 @@ def test_it_says_which_instruction_set_runs_and_why(capsys, monkeypatch):
     monkeypatch.setenv("REGARD_ISA", "avx1024")
     text = output(capsys)
     assert "compiled library  none: REGARD_ISA names avx1024, which cannot run" in text
-    assert text.split("problems\n- ")[1].startswith("REGARD_ISA is 'avx1024', and this machine runs ")
+    assert text.split("problems\n- ")[1].startswith("REGARD_ISA is 'avx1024', and regard has kernels ")
     assert text.count("\n- ") == 1  # each call fails for the same reason, which is printed once
 
 
@@ -107,6 +107,23 @@ def test_packages_of_other_versions_are_a_problem(capsys, monkeypatch):
 def test_more_threads_than_processors_are_a_problem(capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
     assert "- torch uses 4096 threads on " in output(capsys)
+
+
+def test_where_no_folder_takes_temporary_files_the_other_parts_are_told(capsys, monkeypatch):
+    def refuse() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(diagnosis.tempfile, "gettempdir", refuse)
+    text = output(capsys)
+    assert "- no folder takes temporary files, which torch.compile and others need: set TMPDIR to one." in text
+    assert "compiled library  " in text
+
+
+def test_an_openmp_library_may_lie_in_a_folder_with_blanks(monkeypatch, tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 fd:00 11  /a folder ü/lib/libgomp.so.1\n7f02-7f03 rw-p 0 00:00 0 [heap]\n")
+    monkeypatch.setattr(diagnosis, "Path", lambda *_: maps)
+    assert diagnosis._openmp() == ["/a folder ü/lib/libgomp.so.1"]
 
 
 def test_two_openmp_libraries_are_a_problem(capsys, monkeypatch):

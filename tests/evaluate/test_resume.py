@@ -1,6 +1,7 @@
 """Results in a file: nothing is lost or counted twice after a kill, a torn line, a full disk, or several processes."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -286,6 +287,15 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         pytest.raises(ProblemError, match="is written by another process"),
     ):
         files.Writer(file, {"task": "passkey"}, {})
+
+
+def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with pytest.raises(ProblemError, match=r"cannot be locked against other processes \(No locks available\): name a"):
+        files.Writer(tmp_path / "results.jsonl", {"task": "passkey"}, {})
 
 
 def test_a_full_disk_is_reported_and_leaves_whole_lines(tmp_path):

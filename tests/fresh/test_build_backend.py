@@ -61,4 +61,13 @@ def test_front_ends_that_look_at_the_name_get_the_usual_one(ours, tmp_path, monk
 
 def test_all_else_is_scikit_build_cores(ours):
     assert ours.build_sdist is backend.build_sdist
-    assert ours.build_editable is backend.build_editable
+    assert ours.get_requires_for_build_wheel is backend.get_requires_for_build_wheel
+
+
+@pytest.mark.parametrize("isas", ["avx2, avx512", "avx3", "avx-512", "best,avx2"])
+def test_a_wrong_name_of_a_set_ends_the_build(ours, tmp_path, monkeypatch, isas):
+    monkeypatch.setenv("REGARD_ISAS", isas)
+    for build in (ours.build_wheel, ours.build_editable):
+        with pytest.raises(ValueError, match=r"^REGARD_ISAS has .*: expected best, all, or some of portable,avx2,"):
+            build(str(tmp_path))
+    assert not list(tmp_path.iterdir())

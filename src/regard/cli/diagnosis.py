@@ -179,7 +179,10 @@ def _library(problems: list[str]) -> dict[str, Any]:
     compiled, best, named = native.isas(), native.best_isa(), os.environ.get("REGARD_ISA")
     usable = ", ".join(compiled)
     if named and named not in compiled:
-        problems.append(f"REGARD_ISA is {named!r}, and this machine runs {usable}: every call will fail; unset it.")
+        problems.append(
+            f"REGARD_ISA is {named!r}, and regard has kernels for {usable} that this machine runs: every call will "
+            "fail; unset it, or install regard with REGARD_ISAS=all."
+        )
         why, isa = f"REGARD_ISA names {named}, which cannot run", None
     elif named:
         why, isa = f"REGARD_ISA names it; without it, {compiled[-1]}", named
@@ -217,7 +220,7 @@ def _openmp() -> list[str]:
     """The OpenMP libraries in this process. regard takes the threads of the one that torch brings."""
     maps = Path("/proc/self/maps")
     text = maps.read_text(encoding="utf-8", errors="replace") if maps.exists() else ""
-    names = re.findall(r"/\S*lib(?:gomp|omp|iomp5)\b\S*", text)
+    names = re.findall(r"/.*lib(?:gomp|omp|iomp5)\b.*", text)  # the path is the end of a line
     return sorted(set(names))
 
 
@@ -286,7 +289,11 @@ def _compiler() -> dict[str, Any]:
 
 def _caches(problems: list[str]) -> dict[str, dict[str, Any]]:
     """The folders of compiled things: regard's plans and schedules are in memory only."""
-    default = str(Path(tempfile.gettempdir(), f"torchinductor_{_user()}"))
+    try:
+        default = str(Path(tempfile.gettempdir(), f"torchinductor_{_user()}"))
+    except OSError:
+        problems.append("no folder takes temporary files, which torch.compile and others need: set TMPDIR to one.")
+        return {}
     folders = {
         "torch.compile": ("TORCHINDUCTOR_CACHE_DIR", default),
         "triton": ("TRITON_CACHE_DIR", "~/.triton/cache"),

@@ -48,6 +48,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -262,4 +263,5 @@ def _installed(name: str) -> str:
 def _library() -> str:
     from regard import native
 
-    return native.absence() or f"{native.isa()}, of {', '.join(native.isas())}"
+    with warnings.catch_warnings(action="ignore"):  # of a better set, for which `regard doctor` is
+        return native.absence() or f"{native.isa()}, of {', '.join(native.isas())}"

@@ -171,9 +171,14 @@ class Writer:
         try:
             if sys.platform != "win32":  # where nothing refuses a second process
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ProblemError(
                 f"{self.path} is written by another process: wait for it, or name another file."
+            ) from None
+        except OSError as error:
+            raise ProblemError(
+                f"{self.path} cannot be locked against other processes ({error.strerror}): name a file on another file "
+                "system."
             ) from None
         stored = _read_one(self.path)
         if stored is not None:
