@@ -158,7 +158,7 @@ def _check_learns_by_fields(a: Arguments, bias: Bias | None) -> None:
         found = score if score_learns(score.with_tensors(Tensor.detach), a.q, a.k) else None
     if found is not None:
         raise RefusalError(
-            f"{found!r} reads a tensor that requires a gradient and is none of its fields, such as a weight of a module: "
+            f"{found!r} reads a tensor that requires a gradient and is none of its fields, such as a module's weight: "
             "over ranks no gradient flows to it. Make it a field."
         )
 
