@@ -1,6 +1,7 @@
 """Models write with regard's caches what they write with transformers' own."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from regard import Causal, attend
 from regard.cache import Knorm
+from regard.integrate import cache as cache_module
 from regard.integrate.cache import regard_cache
 from regard.storage.codec import Int8
 from regard.storage.stored import Contiguous, Paged
@@ -105,6 +107,22 @@ def test_a_prompt_in_chunks_gives_the_bits_of_one_in_whole():
             start = end
         seen.append(torch.cat(parts, dim=2))
     assert torch.equal(*seen)
+
+
+def test_what_a_prompt_frees_goes_back_to_the_system_once(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    cache = regard_cache(on_regard("llama"))
+    monkeypatch.setattr(cache_module, "trim_heap", lambda: calls.append(cache.get_seq_length()))
+
+    def read(*passes: int) -> list[int]:
+        calls.clear()
+        for new, layer in itertools.product(passes, range(len(cache.layers))):
+            cache.update(*torch.randn(2, 1, 2, new, 8), layer)
+        return calls
+
+    assert read(1, 1, 1, 255, 1, 1, 1) == []
+    assert read(300, 1, 1, 1, 1) == [261 + 301]  # before the second token after it is stored
+    assert read(256, 256, 1, 5, 1) == [565 + 513]
 
 
 @pytest.mark.parametrize("words", [{}, {"codec": Int8(16, 64)}, {"layout": Paged(3)}, {"evict": Knorm(20)}], ids=str)

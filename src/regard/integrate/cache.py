@@ -16,6 +16,7 @@ copy, as does one whose attention is not regard's.
 
 import copy
 import functools
+import math
 import os
 import weakref
 from typing import Any, cast
@@ -41,9 +42,13 @@ from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer,
 from regard.integrate.cache_layers import CrossLayer, StoredLayer, WindowLayer, of_one_type
 from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
 from regard.integrate.decoder import CROSS, Decoder, classes_of, decoder_of, layers_of, write_states
+from regard.integrate.heap import trim_heap
 from regard.integrate.latent import pass_latents
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Layout
+
+PROMPT = 256
+"""The fewest tokens of a pass that frees so much memory that it is worth milliseconds to return it to the system."""
 
 
 def regard_cache(
@@ -125,6 +130,8 @@ class RegardCache(DynamicCache):
     def __init__(self, decoder: Decoder, options: CacheOptions, *, offload: bool = False) -> None:
         self.decoder, self.options = decoder, options
         self._is_offloaded, self._active = offload, -1
+        self._last_layer: float = math.inf  # of the last update
+        self._passes = 2  # since the last prompt
         self.kinds, details = layers_of(decoder.config)
         resolved = options_for(decoder, options, self.kinds)
         layers = [self._new(i, resolved, self.kinds[i], details[i]) for i in range(len(self.kinds))]
@@ -184,6 +191,8 @@ class RegardCache(DynamicCache):
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append keys and values of new tokens to a layer, and return all of the layer. See `StoredLayer.update`."""
+        if not torch.compiler.is_compiling():
+            self._return_memory(layer_idx, key_states)
         if self._is_offloaded and layer_idx != self._active:
             if self._active >= 0:
                 self.layers[self._active].offload()
@@ -197,6 +206,17 @@ class RegardCache(DynamicCache):
         found = layer.update(key_states, value_states, *args, **kwargs)
         cast(Any, layer).is_reached = True
         return found
+
+    def _return_memory(self, layer: int, key_states: Any) -> None:
+        """Return to the system what a prompt has freed: in the second pass after it, as layers grow in the first.
+
+        Between a prompt's activations each layer allocates what stays, so the gaps are too small for the next ones.
+        """
+        if layer <= self._last_layer:  # another pass
+            self._passes = 0 if key_states.shape[2] >= PROMPT else self._passes + 1
+            if self._passes == 2 and key_states.device.type == "cpu":
+                trim_heap()
+        self._last_layer = layer
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """The state of a convolution, into which a step of one token is written in place."""
