@@ -18,6 +18,7 @@ from regard.cache.evict import Eviction, EvictionState, Knorm, SinksAndRecent, h
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
+from regard.cache.pool import PagePool
 from regard.cache.store import Store
 from regard.describe.position import Rope
 from regard.storage.codec import Int8
@@ -551,3 +552,106 @@ def test_a_policy_of_your_own_sees_values():
     _, kept = cache.append(torch.randn(1, 1, 0, 4), v[:, :, :0])
     assert isinstance(kept, Tensor)
     assert sorted(kept.flatten().tolist()) == [32.5, 33, 34, 35, 36, 37, 38, 39]
+
+
+@dataclass(frozen=True)
+class Starting(LongestValues):
+    """Starts with what a function returns."""
+
+    begin: Callable[["Starting"], Any] = field(kw_only=True)
+
+    def start(self) -> EvictionState["LongestValues"]:
+        return self.begin(self)
+
+
+@pytest.mark.parametrize(
+    ("begin", "found"),
+    [
+        (lambda policy: None, "None"),
+        (lambda policy: ByValues, "the class ByValues"),
+        (lambda policy: 3, "3"),
+        (lambda policy: policy, r"Starting\(.*"),
+    ],
+)
+def test_a_start_of_your_own_that_returns_no_state_is_refused(begin: Callable[[Starting], Any], found: str):
+    k, pool = torch.randn(1, 2, 20, 16), PagePool(16)
+    for layout in (None, Paged(16, pool)):
+        cache = KVCache(layout, evict=Starting(8, begin=begin))
+        with pytest.raises(ProblemError, match=rf"^start of Starting returned {found}: expected the EvictionState of"):
+            cache.append(k, k)
+        assert cache.tokens_seen == 0
+    assert pool.allocated_bytes == 0
+    assert repr(pool) == repr(PagePool(16))
+
+
+def test_a_state_of_a_class_of_your_own_is_taken():
+    class Apart:
+        """Not derived from `EvictionState`, with the same methods."""
+
+        def __init__(self, state: EvictionState[Any]) -> None:
+            self.state = state
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["state"], name)
+
+        def __copy__(self) -> "Apart":
+            return Apart(copy.copy(self.state))
+
+    k, caches = torch.randn(1, 2, 20, 16), [KVCache(evict=LongestValues(8))]
+    caches.append(KVCache(evict=Starting(8, begin=lambda policy: Apart(ByValues(policy)))))
+    for cache in caches:
+        cache.append(k, k)
+        cache.forget()
+    assert torch.equal(*(dense(cache.append(k[:, :, :0], k[:, :, :0])[0]) for cache in caches))
+
+
+@dataclass(frozen=True)
+class Recording(LongestValues):
+    """Records what a function returns for new values."""
+
+    function: Callable[[Tensor], Any] = field(kw_only=True)
+
+    def start(self) -> EvictionState["LongestValues"]:
+        function = self.function
+
+        class State(ByValues):
+            def append(self, k: Tensor, v: Tensor | None) -> None:
+                assert v is not None
+                for values in function(v):
+                    self.record(values)
+
+        return State(self)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda v: [v[:, :1, :, 0]], r"float32 \[2, 1, 5\] on cpu"),
+        (lambda v: [v[:1, :, :, 0]], r"float32 \[1, 3, 5\] on cpu"),
+        (lambda v: [v], r"float32 \[2, 3, 5, 16\] on cpu"),
+        (lambda v: [v[:, :, 1:, 0]], r"float32 \[2, 3, 4\] on cpu"),
+        (lambda v: [v[..., 0], v[..., 0]], r"float32 \[2, 3, 5\] on cpu, float32 \[2, 3, 5\] on cpu"),
+        (lambda v: [None], "NoneType"),
+    ],
+)
+def test_values_that_are_not_one_per_token_are_refused_as_they_are_recorded(
+    function: Callable[[Tensor], Any], found: str
+):
+    cache, k = KVCache(evict=Recording(8, function=function)), torch.randn(2, 3, 5, 16)
+    expected = r"a value of each new token, \[batch, kv_heads, tokens\] = \[2, 3, 5\]\.$"
+    with pytest.raises(ProblemError, match=rf"^State\.append\(k, v\) recorded {found}: expected {expected}"):
+        cache.append(k, k)
+    assert cache.tokens_seen == 0
+
+
+def test_values_may_be_recorded_in_parts_and_must_be_recorded_to_be_read():
+    k = torch.randn(2, 3, 20, 16)
+    cache = KVCache(evict=Recording(8, function=lambda v: v.norm(dim=3).split(3, dim=2)))
+    for first, last in ((0, 0), (0, 11), (11, 20)):
+        cache.append(k[:, :, first:last], k[:, :, first:last])
+    cache.forget()
+    assert cache.tokens == 8
+    cache = KVCache(evict=Recording(8, function=lambda v: []))
+    cache.append(k, k)
+    with pytest.raises(ProblemError, match=r"^State\.values: nothing was recorded; call record\(values\) in append"):
+        cache.forget()

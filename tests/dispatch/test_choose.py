@@ -18,7 +18,9 @@ from regard import (
     KVCache,
     MaskFunction,
     Prefix,
+    ProblemError,
     RefusalError,
+    State,
     T5Bias,
     Window,
     attend,
@@ -28,6 +30,7 @@ from regard import (
 from regard.cache import Contiguous, Int8, Latent, Paged
 from regard.dispatch import choose
 from regard.dispatch.choose import ASIDE, BACKENDS, ORDER
+from regard.extend import Backend, Kernel, Problem, Schedule, register_backend
 from regard.plan.problem import Operands
 from regard.scores import Additive, Bilinear, Cosine
 from regard.storage.stored import Part, StoredTensor
@@ -303,3 +306,60 @@ def test_a_plan_with_a_spec_that_was_lowered_is_not_pickled(words: dict[str, Any
     plan = explain(meta(1, 2, 1, 8), meta(1, 2, 64, 8), meta(1, 2, 64, 8), **words)
     with pytest.raises(RefusalError, match=r"a Plan with a mask, a bias or a score is not pickled"):
         pickle.dumps(plan)
+
+
+class Tiled(Backend):
+    """A backend of a user whose attributes and kernel a test chooses."""
+
+    name = "tiled"
+
+    def __init__(self, **attributes: Any) -> None:
+        self.kernel: Any = lambda operands: State(operands.q, operands.q[..., 0])
+        for attribute, value in attributes.items():
+            setattr(self, attribute, value)
+
+    def refusals(self, problem: Problem) -> list[str]:
+        return []
+
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+        return self.kernel
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"tile": 0}, "the tile of the backend 'tiled' is 0: expected at least 8 tokens per side"),
+        ({"tile": -8}, "the tile of the backend 'tiled' is -8: expected at least 8 tokens per side"),
+        ({"tile": 12}, "the tile of the backend 'tiled' is 12: expected a multiple of 8 tokens per side"),
+        ({"tile": "64"}, "the tile of the backend 'tiled' is '64': expected a whole number of tokens per side"),
+        ({"tile": True}, "the tile of the backend 'tiled' is True: expected a whole number of tokens per side"),
+        ({"name": 3}, "the name of the backend Tiled is 3: expected a text"),
+        ({"name": ""}, "the name of the backend Tiled is '': expected a text"),
+    ],
+)
+def test_a_backend_has_a_name_and_whole_tiles(attributes: dict[str, Any], message: str):
+    q, wrong = torch.randn(1, 2, 70, 8), Tiled(**attributes)
+    for call in (lambda: attend(q, q, q, mask=Causal(), backend=wrong), lambda: register_backend(wrong)):
+        with pytest.raises(ProblemError, match=f"^{message}"):
+            call()
+
+
+def test_a_backend_without_a_name_is_refused():
+    class Nameless(Tiled):
+        name = None  # pyright: ignore[reportAssignmentType]
+
+    with pytest.raises(ProblemError, match=r"^the name of the backend Nameless is None: expected a text"):
+        register_backend(Nameless())
+
+
+@pytest.mark.parametrize("kernel", [None, 3])
+def test_a_kernel_is_a_function(kernel: object):
+    q = torch.randn(1, 2, 70, 8)
+    with pytest.raises(ProblemError, match=f"^The backend 'tiled' returned {kernel} as its kernel: expected a"):
+        attend(q, q, q, backend=Tiled(kernel=kernel))
+
+
+@pytest.mark.parametrize("tile", [8, 24, 64])
+def test_tiles_may_be_any_multiple_of_eight(tile: int):
+    q = torch.randn(1, 2, 70, 8)
+    assert torch.equal(attend(q, q, q, mask=Causal(), backend=Tiled(tile=tile)), q)

@@ -1,9 +1,11 @@
 """What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
 
+import copy
 import enum
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -1009,6 +1011,31 @@ class Drawing(Backend):
             return State(weights @ operands.v, scores.logsumexp(-1))
 
         return kernel
+
+
+@dataclass(frozen=True)
+class Equal(Drawing):
+    name: str = "equal"
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda _: Equal()])
+def test_a_copy_of_a_registered_backend_and_an_equal_one_are_traced(again: Callable[[Equal], Equal]):
+    register_backend(mine := Equal())
+    try:
+        module, q = MultiHeadAttention(24, 3, backend=mine), torch.randn(1, 5, 24)
+        copied = copy.deepcopy(module)
+        copied.backend = again(mine)
+        compiled = torch.compile(copied, backend="eager", fullgraph=True)
+        with FlopCounterMode(display=False):
+            assert torch.equal(copied(q), module(q))
+        assert torch.equal(compiled(q), module(q))
+    finally:
+        del BACKENDS["equal"]
+
+
+def test_a_module_is_copied_with_its_backend():
+    module = MultiHeadAttention(24, 3, backend=Drawing())
+    assert copy.deepcopy(module).backend is module.backend
 
 
 def test_a_users_backend_draws_the_same_in_the_backward_pass_of_a_traced_call():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Window
-from regard.cache import H2O, KVCache
+from regard.cache import H2O, Int8, KVCache, Latent, Paged
 from regard.calls import observe_calls
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope
@@ -422,7 +422,13 @@ class Opaque(torch.nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("change", [replaced, Adapted, Opaque])
+def biased(linear: torch.nn.Linear) -> torch.nn.Linear:
+    made = torch.nn.Linear(linear.in_features, linear.out_features)
+    made.weight = linear.weight
+    return made
+
+
+@pytest.mark.parametrize("change", [replaced, Adapted, Opaque, biased])
 @pytest.mark.parametrize("name", ["k_up", "v_up"])
 def test_where_weights_do_not_say_the_output_the_expanded_form_is_taken(name, change):
     module, x = LatentAttention(31, 6, **SIZES).eval(), torch.randn(1, 9, 31)
@@ -520,3 +526,11 @@ def test_every_shard_of_a_sequence_takes_the_form_of_the_whole():
             with tokens_at(torch.arange(11)[part], 11):
                 module(sequence[:, part])
     assert len(set(seen)) == 1
+
+
+def test_pages_of_codes_are_refused_with_the_layout_that_takes_them():
+    module, x = LatentAttention(31, 6, **SIZES | {"kv_rank": 16}), torch.randn(1, 50, 31)
+    with torch.no_grad():
+        with pytest.raises(ProblemError, match=r"codec=None, or KVCache\(Latent\(rank\), codec\) if the values are ch"):
+            module(x, cache=KVCache(Paged(16), Int8()))
+        module(x, cache=KVCache(Latent(16), Int8()))

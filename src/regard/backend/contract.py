@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -77,11 +77,12 @@ class Backend(ABC):
     An object of the subclass goes where the name of a backend goes: it runs or raises `RefusalError` with its reasons,
     and no other backend takes its place. `Problem` has all that it may refuse or depend on, `Operands` all that differs
     from call to call, and `Schedule` lists the tiles that are not hidden. It must be hashable, as plans are cached by
-    it: a class without state, or a frozen dataclass. `torch.compile` needs it by its name: see `register_backend`.
+    it: a class without state, or a frozen dataclass. A deep copy of it, as in a copy of a module, is the object itself.
+    `torch.compile` needs it by its name: see `register_backend`.
 
     Attributes:
-        name: how errors and `explain` call it, and how users do once it is registered.
-        tile: tokens per side of the tiles of the schedule, a multiple of 8.
+        name: how errors and `explain` call it, and how users do once it is registered; not empty.
+        tile: tokens per side of the tiles of the schedule, a multiple of 8, from 8 on.
         lowerings: steps that simplify a problem before the backend sees it, in order. By default stored keys and
             values become tensors, and scores become dot products where they can.
         hides_by_zero: whether it hides a key by a weight of 0, which lets NaN and inf through. regard then passes it
@@ -153,6 +154,9 @@ class Backend(ABC):
         Args:
             schedule: which tiles of queries and keys are computed; for a problem without a mask, all.
         """
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # plans are cached by it, and one object is registered
 
 
 def second_derivative(name: str) -> RefusalError:

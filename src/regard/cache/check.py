@@ -1,13 +1,15 @@
 """Checks of what a `KVCache` and a `PagePool` are given: options that work together, and keys and values that fit."""
 
 import dataclasses
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from regard.cache.evict import check_recent
+from regard.cache.evict import EvictionState, check_recent
 from regard.cache.expected_attention import ExpectedAttention
-from regard.cache.store import Form, Policy, Store, describe_tensor
+from regard.cache.store import Form, Policy, PolicyState, Store, describe_tensor
+from regard.describe.not_a_spec import received
 from regard.describe.traced import refuse_proxy
 from regard.errors import ProblemError
 from regard.plan.checks import DTYPES
@@ -125,6 +127,24 @@ def _check_policy(evict: object) -> None:
             "and `start()`."
         )
     check_recent(evict)
+
+
+def started(evict: Policy) -> PolicyState:
+    """The state of a policy for a new cache.
+
+    Raises:
+        ProblemError: its `start` returned something else; with None the cache would evict nothing.
+    """
+    state = cast(object, evict.start())  # a user's policy may return anything
+    if isinstance(state, EvictionState):
+        return cast("EvictionState[Any]", state)
+    members = ("append", "observe", "choose", "keep", "crop", "select")
+    if isinstance(state, type) or not all(callable(getattr(state, name, None)) for name in members):
+        raise ProblemError(
+            f"start of {type(evict).__name__} returned {received(state)}: expected the EvictionState of a new cache, "
+            "see docs/extending.md, An eviction policy."
+        )
+    return cast(PolicyState, state)
 
 
 def check_codec(codec: object, name: str) -> None:

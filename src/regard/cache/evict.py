@@ -17,7 +17,7 @@ Policies that read queries are in `evict_by_attention.py` and `expected_attentio
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -108,14 +108,35 @@ class EvictionState(Generic[E]):
 
     @property
     def values(self) -> Tensor:
-        """One value per stored token, [batch, kv_heads, tokens]."""
+        """One value per stored token, [batch, kv_heads, tokens].
+
+        Raises:
+            ProblemError: nothing was recorded.
+        """
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts, dim=2)]
+        if not self._parts:
+            raise ProblemError(f"{type(self).__name__}.values: nothing was recorded; call record(values) in append.")
         return self._parts[0]
 
     def record(self, values: Tensor) -> None:
-        """Add a value of each new token, [batch, kv_heads, tokens], to `values`; evicted tokens lose theirs."""
+        """Add a value of each new token, [batch, kv_heads, tokens], to `values`; evicted tokens lose theirs.
+
+        `KVCache` checks the shape at its first append.
+        """
         self._parts.append(values)
+
+    def check_recorded(self, k: Tensor) -> None:
+        """Raise `ProblemError` unless the first append, of the keys k, recorded one value per token, or nothing."""
+        (batch, kv_heads, tokens), parts = k.shape[:3], cast("list[object]", self._parts)  # a user's may be anything
+        right = [t for t in parts if isinstance(t, Tensor) and t.ndim == 3 and t.shape[:2] == (batch, kv_heads)]
+        if not parts or (len(right) == len(parts) and sum(t.shape[2] for t in right) == tokens):
+            return
+        found = ", ".join(describe_tensor(t) if isinstance(t, Tensor) else type(t).__name__ for t in parts)
+        raise ProblemError(
+            f"{type(self).__name__}.append(k, v) recorded {found}: expected a value of each new token, "
+            f"[batch, kv_heads, tokens] = [{batch}, {kv_heads}, {tokens}]."
+        )
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
         """`KVCache.append` received these tokens: [batch, kv_heads, tokens, dim]; v is None with `Latent`."""

@@ -88,11 +88,14 @@ class SnapKV(Eviction):
         votes[j] = sum over the last `window` queries i of A[i, j]
         score[j] = mean of the votes for the `kernel` keys around j
 
-    The tokens of the window always stay. Eviction happens once, after the prefill: before the first append of one
-    token, or of fewer than `window` tokens (so a prompt may be prefilled in chunks). Generated tokens then add to the
-    budget, as in the paper. `KVCache.forget`, which the layers of a transformers model call when their attention has
-    read a prompt, takes the stored tokens for the whole prompt: with chunked prefill it evicts after each chunk. After
-    a crop of all generated tokens the prompt may go on. The paper speaks of pooling; its authors' code takes the mean.
+    The tokens of the window always stay. As in the authors' code they get no votes, and a mean always has `kernel`
+    terms: the window's tokens, and what would be before the first token, count as 0.
+
+    Eviction happens once, after the prefill: before the first append of one token, or of fewer than `window` tokens (so
+    a prompt may be prefilled in chunks). Generated tokens then add to the budget, as in the paper. `KVCache.forget`,
+    which the layers of a transformers model call when their attention has read a prompt, takes the stored tokens for
+    the whole prompt: with chunked prefill it evicts after each chunk. After a crop of all generated tokens the prompt
+    may go on. The paper speaks of pooling; its authors' code takes the mean.
 
     Args:
         window: queries that vote; fewer if fewer were observed, or if a crop of many tokens leaves fewer.

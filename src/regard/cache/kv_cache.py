@@ -11,8 +11,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache.check import check_entries, check_fits, check_inference, check_options, fits, form_of, resolve_keys
+from regard.cache.check import (
+    check_entries,
+    check_fits,
+    check_inference,
+    check_options,
+    fits,
+    form_of,
+    resolve_keys,
+    started,
+)
 from regard.cache.dense import DenseStore
+from regard.cache.evict import EvictionState
 from regard.cache.paged import PagedStore, check_paged
 from regard.cache.quantised import QuantisedStore
 from regard.cache.rolling import RollingCodes, RollingStore
@@ -156,9 +166,10 @@ class KVCache:
             ProblemError: shapes, dtypes or devices that do not fit one another or what is stored; a fixed capacity or
                 a pool that is full; or tensors that require gradients: a cache is for inference.
         """
-        store = self._store
+        store, state = self._store, self._policy_state
         if store is None:
             store = _store_for(self.layout, self._stored_as, form_of(k, v, self.layout))
+            state = None if self.evict is None else started(self.evict)
         elif not fits(k, v, store.form):
             check_fits(k, v, store, self.layout)
         check_inference(k, v, "cache")
@@ -169,10 +180,12 @@ class KVCache:
         if isinstance(self.layout, Latent):
             cached = cached[0], leading_channels(cached[0], self.layout.rank)
         if self._store is None:
-            self._store, self._policy_state = store, None if self.evict is None else self.evict.start()
+            self._store, self._policy_state = store, state
         if self._policy_state is not None:
             try:
                 self._policy_state.append(k, v)
+                if not seen and isinstance(self._policy_state, EvictionState):
+                    self._policy_state.check_recorded(k)
             except BaseException:  # a user's policy failed, or Ctrl-C: remove the tokens again
                 self.crop(seen)
                 raise

@@ -78,9 +78,10 @@ class PageStorage:
             ProblemError: a codec, and keys or values without elements.
         """
         if self.codec is not None and not all(form.dims):
+            latent = ", or KVCache(Latent(rank), codec) if the values are channels of the keys" if form.qk_dim else ""
             raise ProblemError(
                 f"keys have {form.qk_dim} dimensions and values {form.v_dim}, and the pages store {self.codec.kind} "
-                "codes: a codec needs elements. Use codec=None."
+                f"codes: a codec needs elements. Use codec=None{latent}."
             )
         dtype = self.stored_as if isinstance(self.stored_as, torch.dtype) else form.dtype
         self.plain_memory = PlainPageMemory(form, self.page, dtype)

@@ -18,6 +18,8 @@ from regard.backend.triton import Triton
 from regard.cost import attention as cost
 from regard.cost.machine import Machine
 from regard.describe.mask import CallSizes, Mask
+from regard.describe.not_a_spec import received
+from regard.describe.whole_number import whole
 from regard.dispatch.cuda_order import Kind, Order, order_for
 from regard.errors import ProblemError, RefusalError
 from regard.lru_cache import LRUCache
@@ -95,8 +97,18 @@ class Plan:
 
     @cached_property
     def kernel(self) -> Kernel:
-        """What the backend compiled for this problem."""
-        return self.chosen.compile(self.problem, self.schedule)
+        """What the backend compiled for this problem.
+
+        Raises:
+            ProblemError: a user's backend returned no function.
+        """
+        kernel = self.chosen.compile(self.problem, self.schedule)
+        if not callable(cast(object, kernel)):
+            raise ProblemError(
+                f"The backend {self.backend!r} returned {received(kernel)} as its kernel: expected a function of the "
+                "operands of a call."
+            )
+        return kernel
 
     @cached_property
     def is_for_any_mask(self) -> bool:
@@ -252,13 +264,20 @@ def choose(
 
 
 def check_backend(backend: object) -> None:
-    """Raise `ProblemError` unless it is a `Backend`, the name of one, or None."""
+    """Raise `ProblemError` unless it is a `Backend` with a name and tiles, the name of one, or None."""
     if backend is None or (isinstance(backend, str) and backend in BACKENDS):
         return
     if not isinstance(backend, Backend):
         raise ProblemError(
             f"backend {backend!r} is not known: expected one of {', '.join(BACKENDS)}, an object of a class that "
             "subclasses regard.extend.Backend, or None to let regard choose."
+        )
+    name = cast(object, getattr(backend, "name", None))
+    if not isinstance(name, str) or not name:
+        raise ProblemError(f"the name of the backend {type(backend).__name__} is {name!r}: expected a text.")
+    if whole(backend.tile, f"the tile of the backend {name!r}", "tokens per side", least=8) % 8:
+        raise ProblemError(
+            f"the tile of the backend {name!r} is {backend.tile}: expected a multiple of 8 tokens per side."
         )
     if type(backend).__hash__ is None:
         raise ProblemError(

@@ -238,7 +238,8 @@ def _name(backend: Any) -> str | None:
     check_backend(backend)
     if backend is None or isinstance(backend, str):
         return backend
-    if BACKENDS.get(backend.name) is not backend:
+    registered = BACKENDS.get(backend.name)
+    if registered is not backend and registered != backend:
         raise RefusalError(
             f"The backend {backend.name!r} is an object, and a traced call takes names: call "
             "regard.extend.register_backend(backend) once, before."
@@ -391,7 +392,7 @@ def _check_learns_by_fields(a: _Arguments, out: Tensor, leaves: Sequence[Tensor]
         if reached is not None and id(reached) not in known:
             raise RefusalError(
                 f"{bias!r}: its value reads a tensor {list(reached.shape)} that requires a gradient and is none of its "
-                f"fields, such as a weight of a module, so no gradient flows to it in {_TRACED}. Make it a field of "
+                f"fields, such as a weight of a module, so in {_TRACED} no gradient flows to it. Make it a field of "
                 "the bias."
             )
         new = [each for each, _ in step.next_functions if each is not None and each not in seen]

@@ -6,7 +6,7 @@ q_proj).
 """
 
 from operator import and_
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -62,13 +62,13 @@ class LatentAttention(SinkModule):
     With n queries on m keys, h query heads, g key heads, c = kv_rank, R = rope_heads * rope_dim:
 
         expanded  2 m c g (nope + v)   + 2 h n m (nope + rope + v)
-        absorbed  2 n c h (nope + v)   + 2 h n m (2 c + R)
+        absorbed  2 n c h (nope + v)   + 2 h n m (2 c + R)          (c + R in place of 2 c + R if nope = 0)
 
     The cheaper form runs. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
     keys the absorbed form takes 1/117 of the expanded one; for a prompt of 4,096 tokens the expanded one takes 1/3.2 of
     the absorbed one. The absorbed form reads the weights of k_up and v_up. If these do not say what k_up and v_up
-    compute (adapters, forward hooks, quantised modules), the expanded form runs. With absorbed=True, and a cache that
-    evicts, hooks on these two do not act.
+    compute (adapters, biases, forward hooks, quantised modules), the expanded form runs. With absorbed=True, and a
+    cache that evicts, hooks on these two do not act.
 
     Args:
         d_model: the width of x and of the output.
@@ -184,15 +184,16 @@ class LatentAttention(SinkModule):
             positions: the positions of queries and keys for RoPE: that of the first token, or all as [tokens] or
                 [batch, tokens]; None: from the end of the cache.
             cache: stores `kv_rank + rope_heads * rope_dim` elements of each token as keys of one head, with the layout
-                `Latent(kv_rank)` or any other. The absorbed form reads them without a copy.
+                `Latent(kv_rank)` or any other, but `Paged` with `Int8`, `Int4` or `Fp8` is refused, as its values have
+                no channels here. The absorbed form reads the elements without a copy.
             absorbed: the form; None: the one with fewer FLOPs, or the expanded one if k_up or v_up computes more than
-                the product with its weight, has a forward hook, or is quantised.
+                the product with its weight (an adapter, a bias), has a forward hook, or is quantised.
 
         Raises:
             ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts where
-                k_up or v_up has an adapter or is quantised, a cache whose policy counts attention weights where the
-                module has a softcap, or a `Rolling` cache with a rope: a `Rope` rotates the first dimensions of a key,
-                and here these are the latent.
+                k_up or v_up has an adapter or a bias or is quantised, a cache whose policy counts attention weights
+                where the module has a softcap, or a `Rolling` cache with a rope: a `Rope` rotates the first dimensions
+                of a key, and here these are the latent.
         """
         self._check(x)
         positions = check_positions(positions, x, rank=3)
@@ -380,8 +381,12 @@ class LatentAttention(SinkModule):
     def _beyond_weights(self, *, with_hooks: bool = False) -> str | None:
         """Why the weights of k_up and v_up do not say what these compute; None if they do."""
         for name, up in (("k_up", self.k_up), ("v_up", self.v_up)):
-            if up is not None and (reason := why_not_linear(up, with_hooks=with_hooks)) is not None:
+            if up is None:
+                continue
+            if (reason := why_not_linear(up, with_hooks=with_hooks)) is not None:
                 return f"{name} {reason}"
+            if cast(object, up.bias) is not None:
+                return f"{name} has a bias, which its weight does not contain: set the bias to None first"
         return None
 
     def _check_sizes(self) -> None:
