@@ -78,7 +78,7 @@ def _section(r: dict[str, Any]) -> str:
 
 {r["note"]}
 
-{script}, {record}; seed {r["seed"]}, {times} on {r["machine"]}; {r["versions"]}.
+{script}, {record}; seed {r["seed"]}, {times} on {r["machine"]}, {r["date"]}; {r["versions"]}.
 """
 
 

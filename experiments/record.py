@@ -128,6 +128,7 @@ class Experiment:
             "machine": f"{processor()}, {(n := torch.get_num_threads())} thread{'s' * (n > 1)}",
             "versions": f"regard {regard.__version__}, torch {torch.__version__.partition('+')[0]}, "
             f"python {platform.python_version()}",
+            "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
