@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, ProblemError, TensorMask, attend, check_mask, explain
+from regard import Causal, MaskFunction, ProblemError, TensorMask, attend, check_mask, explain
 from regard.describe.mask import intervals_of
 from regard.extend import CallSizes, Interval, Mask, Rectangles, spec
 from tests.expressions import BATCH, HEADS, masks
@@ -54,6 +54,12 @@ class KeepsTooMuch(Diagonal):
 class SameEverywhere(Diagonal):
     def signature(self, r: Rectangles) -> Any:
         return np.zeros((len(r.b), 1), dtype=np.int64)
+
+
+@spec
+class FlatSignature(Diagonal):
+    def signature(self, r: Rectangles) -> Any:
+        return r.q0 - r.k0
 
 
 @spec
@@ -131,6 +137,15 @@ class ByIndex(Diagonal):
 
 
 @spec
+class MovesQueries(Diagonal):
+    """It keeps what `Diagonal` keeps, and masks that are read after it get other positions."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        q += 1
+        return k < q
+
+
+@spec
 class OneForAll(Diagonal):
     def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.ones(3, 5, dtype=torch.bool)
@@ -188,6 +203,7 @@ WRONG: dict[str, tuple[Mask, str]] = {
     "bounds that hide": (HidesTooMuch(), "bounds say that nothing of queries .* is kept, and keep keeps the pair of"),
     "bounds that keep": (KeepsTooMuch(), "bounds say that all of queries .* is kept, and keep does not keep the pair"),
     "a signature": (SameEverywhere(), "signature is the same for queries .* and queries .* at the pair of query"),
+    "a signature of one axis": (FlatSignature(), r"signature returned int64 \[.*; expected an array of integers"),
     "intervals": (WrongIntervals(), "intervals keep the pair of query position 0 and key position 1"),
     "an edge": (Narrowing(), r"stop of intervals decreases from query position 0 to 1 \(batch row 0\)"),
     "a distance": (NarrowingByDistance(), r"q \+ right of intervals decreases from query position 0 to 1"),
@@ -200,6 +216,11 @@ WRONG: dict[str, tuple[Mask, str]] = {
     "an edge of floats": (
         GivesIntervals([Interval(stop=np.array([[9.0]]))]),
         r"whose stop is float64 \[1, 1\]",
+    ),
+    "keep in place": (MovesQueries(), "keep changes its argument q in place"),
+    "keep in place, in a function": (
+        MaskFunction(lambda b, h, q, k: k.add_(1) <= q + 1) & Causal(),
+        "keep changes its argument k in place",
     ),
     "keep by index": (ByIndex(), "keep is not pointwise: it gives"),
     "a shape": (OneForAll(), re.escape("keep returned bool [3, 5] for positions that broadcast to [1, 3, 40, 40]")),

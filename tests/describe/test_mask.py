@@ -27,11 +27,14 @@ from regard import (
     Tree,
     Window,
     attend,
+    check_mask,
     draw,
     explain,
 )
 from regard.describe.mask import And, Not, is_made_of
 from regard.extend import spec
+from regard.parallel.heads import HeadsMask
+from regard.parallel.placed import PlacedMask
 
 PICTURES = {
     "a window counts the query itself": (Causal() & Window(2), "█··· ██·· ·██· ··██"),
@@ -450,6 +453,68 @@ def test_the_bounds_of_a_mask_are_two_arrays_with_an_element_for_each_rectangle(
     says = r"^Own\(\): bounds returned .*; expected a tuple \(some, all\) of two bool arrays of shape \[1\]"
     with pytest.raises(ProblemError, match=says):
         attend(x, x, x, mask=mask)
+
+
+SIGNATURES = {
+    "nothing": (lambda self, r: None, "None"),
+    "one axis": (lambda self, r: r.q0 - r.k0, r"int64 \[1\]"),
+    "three axes": (lambda self, r: np.zeros((len(r.b), 1, 1), np.int64), r"int64 \[1, 1, 1\]"),
+    "another length": (lambda self, r: np.zeros((999, 1), np.int64), r"int64 \[999, 1\]"),
+    "floats": (lambda self, r: np.zeros((len(r.b), 1)), r"float64 \[1, 1\]"),
+    "a tensor": (lambda self, r: torch.zeros(len(r.b), 1, dtype=torch.int64), r"tensor\(.*\)"),
+}
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED)
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_signature_of_a_mask_is_an_array_of_integers_with_a_row_for_each_rectangle(name: str, combined: Any):
+    signature, got = SIGNATURES[name]
+    mask, x = combined(_of(signature=signature)), torch.ones(1, 1, 4, 8)
+    says = rf"^Own\(\): signature returned {got}; expected an array of integers \[rectangles, n\] = \[1, n\]"
+    for of_heads in (mask, HeadsMask(mask, 0, 1), PlacedMask(mask, ((0, 4, 1, 1),), ((0, 4, 1, 1),))):
+        with pytest.raises(ProblemError, match=says):
+            attend(x, x, x, mask=of_heads)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.uint64])
+def test_a_signature_may_be_of_any_type_of_integer(dtype: Any):
+    """A tile of which the mask keeps nothing, and one whose signature is 0, are told apart."""
+    sides = {
+        "bounds": lambda self, r: (r.k0 < r.q1, r.k1 - 1 <= r.q0),
+        "signature": lambda self, r: (r.q0 - r.k0)[:, None].astype(dtype),
+    }
+    mask = _of(**sides) | _of(keep=lambda self, b, h, q, k: k % 64 == 5, signature=lambda self, r: (r.k0 % 64)[:, None])
+    check_mask(mask, queries=256, keys=256, batch=1, heads=1)
+    q = torch.randn(1, 1, 256, 8)
+    expected = attend(q, q, q, mask=Causal() | MaskFunction(lambda b, h, q, k: k % 64 == 5))
+    torch.testing.assert_close(attend(q, q, q, mask=mask), expected)
+
+
+SHAPES = {
+    "nothing": (lambda self: None, "returned None"),
+    "an attribute": ((1, 1), r"is \(1, 1\)"),
+    "one size": (lambda self: (1,), r"returned \(1,\)"),
+    "three sizes": (lambda self: (1, 1, 1), r"returned \(1, 1, 1\)"),
+    "a text": (lambda self: "11", "returned '11'"),
+}
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), check_mask], ids=[*CALLS, "check_mask"])
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_broadcast_shape_of_a_mask_is_a_method_that_returns_two_ints(name: str, combined: Any, call: Any):
+    shape, says = SHAPES[name]
+    with pytest.raises(
+        ProblemError, match=rf"^Own\(\): broadcast_shape {says}; expected a method that returns two ints"
+    ):
+        call(combined(_of(broadcast_shape=shape)))
+
+
+def test_a_broadcast_shape_may_be_a_list_or_have_numbers_of_numpy():
+    x = torch.randn(1, 1, 4, 8)
+    for shape in ([1, 1], (np.int64(1), np.int64(1))):
+        found = attend(x, x, x, mask=_of(broadcast_shape=lambda self, shape=shape: shape))
+        assert torch.equal(found, attend(x, x, x, mask=Causal()))
 
 
 @spec

@@ -31,6 +31,7 @@ from regard.evaluate import (
     Tokenizer,
     as_model,
     evaluate,
+    task_of,
 )
 from regard.evaluate.documents import read_questions
 from regard.evaluate.harness import harness_config
@@ -93,6 +94,12 @@ def test_settings_that_no_text_has_are_refused(task, message):
 def test_positions_that_are_no_count_are_refused(positions):
     with pytest.raises(ProblemError, match=rf"positions is {positions!r}: expected a whole number from 1 on, or None"):
         evaluate(Passkey((400,), (0.5,), samples=1), uniform, positions=positions)
+
+
+def test_a_setting_that_the_task_does_not_have_is_refused_with_those_that_it_has():
+    message = "the task stream has no depths, seed: expected lengths, samples, haystack."
+    with pytest.raises(ProblemError, match=f"^{message}$"):
+        task_of("stream", depths=(0.5,), samples=1, seed=3)
 
 
 def test_files_of_a_task_may_be_paths(book, tmp_path):

@@ -31,7 +31,8 @@ def definition(call: Call) -> Dense64:
     i, j = call.offset + torch.arange(queries)[None, None, :, None], torch.arange(keys)[None, None, None, :]
     s = q @ k.mT * call.scale
     s = s if call.softcap is None else call.softcap * torch.tanh(s / call.softcap)
-    s = s if call.bias is None else s + call.bias.value(b, h, i, j).double()
+    for term in [] if call.bias is None else call.bias.terms():  # a sum of two in half precision would be rounded
+        s = s + term.value(b, h, i, j).double()
     keep = torch.ones(1, 1, 1, 1, dtype=torch.bool) if call.mask is None else call.mask.keep(b, h, i, j)
     keep = keep.expand(batch, heads, queries, keys)
     sink = torch.full((heads,), -torch.inf) if call.sink is None else call.sink
@@ -64,6 +65,9 @@ CASES: dict[str, Callable[[], Call]] = {
     "padding to the left": lambda: drawn(mask=Causal() & ~KeyLengths(torch.tensor([0, 13]))),
     "alibi": lambda: drawn(mask=Causal(), bias=Alibi(HEADS)),
     "a bias by buckets of distance": lambda: drawn(mask=Causal(), bias=T5Bias(torch.randn(8, HEADS), max_distance=16)),
+    "two biases in half precision": lambda: drawn(
+        mask=Causal(), bias=T5Bias(torch.randn(8, HEADS).bfloat16()) + T5Bias(torch.randn(32, HEADS).bfloat16())
+    ),
     "a bias per head": lambda: drawn(mask=Causal(), bias=TensorBias(torch.randn(1, HEADS, QUERIES, KEYS))),
     "a mask per head": lambda: drawn(mask=TensorMask(torch.rand(1, HEADS, QUERIES, KEYS) < 0.5)),
     "a mask for all heads": lambda: drawn(mask=TensorMask(torch.rand(BATCH, 1, QUERIES, KEYS) < 0.5)),

@@ -121,7 +121,7 @@ class ByModule(Bias):
     by_distance: bool
 
     def value(self, b, h, q, k):
-        return self.module((q - k).abs().log1p()[..., None])[..., 0] * (1 + h)
+        return self.module(torch.log1p(abs(q - k))[..., None])[..., 0] * (1 + h)
 
     def per_distance(self):
         return self.by_distance

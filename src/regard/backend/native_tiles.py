@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.interval import Edge, Interval
-from regard.describe.mask import CallSizes, Ints, Mask, intervals_of, is_made_of
+from regard.describe.mask import CallSizes, Ints, Mask, broadcast_shape_of, intervals_of, is_made_of
 from regard.describe.mask_by_rule import KeyLengths
 from regard.describe.ragged import OF_POSITIONS
 from regard.describe.tensors import reads_again
@@ -144,7 +144,7 @@ def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
 
 
 def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
-    maps, heads = (1, 1) if mask is None else mask.broadcast_shape()
+    maps, heads = (1, 1) if mask is None else broadcast_shape_of(mask)
     maps = sizes.batch if maps > 1 else 1
     few = 0 < sizes.queries * maps <= QUERIES
     if mask is not None and heads == 1 and few and abs(sizes.offset) <= FARTHEST:

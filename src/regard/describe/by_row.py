@@ -15,7 +15,20 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias, values_of
 from regard.describe.interval import Edge, Union
-from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Positions, Rectangles, kept_pairs
+from regard.describe.mask import (
+    And,
+    Bools,
+    CallSizes,
+    Ints,
+    Mask,
+    Not,
+    Or,
+    Positions,
+    Rectangles,
+    broadcast_shape_of,
+    kept_pairs,
+    signature_of,
+)
 from regard.describe.mask_by_rule import Causal, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import TensorMask, Tree
 from regard.describe.ragged import Ragged
@@ -52,10 +65,10 @@ class MaskByRow(Mask):
         return inner and [x._replace(left=_plus(x.left, by), right=_plus(x.right, by)) for x in inner]
 
     def signature(self, r: Rectangles) -> Ints:
-        return self.inner.signature(self._moved(r))
+        return signature_of(self.inner, self._moved(r))
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return len(self.first), self.inner.broadcast_shape()[1]
+        return len(self.first), broadcast_shape_of(self.inner)[1]
 
     def bind(self, sizes: CallSizes) -> Mask:
         return MaskByRow(bound_to(self.inner, _of_all_rows(sizes, self.first)), self.first)
@@ -100,7 +113,7 @@ class MaskOfEachRow(Mask):
         return _chosen(b, len(self.rows), lambda row, b: kept_pairs(self.rows[row], b, h, q + self.first[row], k))
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return len(self.rows), max((row.broadcast_shape()[1] for row in self.rows), default=1)
+        return len(self.rows), max((broadcast_shape_of(row)[1] for row in self.rows), default=1)
 
     def bind(self, sizes: CallSizes) -> Mask:
         found = zip(self.rows, self.first, strict=True)

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from regard.describe.interval import step_left
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
+from regard.describe.mask import (
+    Bools,
+    CallSizes,
+    Ints,
+    Mask,
+    Rectangles,
+    bounds_of,
+    broadcast_shape_of,
+    intervals_of,
+    kept_pairs,
+    marked,
+)
 from regard.describe.serialized import deserialize
 from regard.describe.spec import bound_to
 from regard.describe.whole_number import whole
@@ -94,13 +105,21 @@ def _all_pairs(mask: Mask, sizes: CallSizes) -> Bools:
     return _keep(mask, _axes(sizes), (sizes.batch, sizes.heads, sizes.queries, sizes.keys))
 
 
-def _keep(mask: Mask, positions: tuple[Any, ...], shape: tuple[int, ...]) -> Bools:
-    return kept_pairs(mask, *positions).expand(shape).numpy()
+def _keep(mask: Mask, positions: tuple[Tensor, ...], shape: tuple[int, ...]) -> Bools:
+    before = [p.clone() for p in positions]
+    kept = kept_pairs(mask, *positions).expand(shape).numpy()
+    for name, old, new in zip("bhqk", before, positions, strict=True):
+        if not torch.equal(old, new):
+            raise ProblemError(
+                f"{mask!r}: keep changes its argument {name} in place, and other masks read the same positions. "
+                f"Compute a new tensor, such as {name} + 1 instead of {name} += 1."
+            )
+    return kept
 
 
 def _check_broadcast_shape(c: _Checked) -> None:
     """Along an axis of size 1 of `broadcast_shape`, all must be alike."""
-    for axis, (size, name) in enumerate(zip(c.mask.broadcast_shape(), ("batch rows", "heads"), strict=True)):
+    for axis, (size, name) in enumerate(zip(broadcast_shape_of(c.mask), ("batch rows", "heads"), strict=True)):
         if size not in (1, c.kept.shape[axis]):
             raise ProblemError(
                 f"{c.mask!r}: broadcast_shape has {size} {name} and the call {c.kept.shape[axis]}: expected 1 or these."

@@ -12,6 +12,7 @@ A mask answers two questions about *positions* (query i of a call is at position
 
 import inspect
 import reprlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -82,7 +83,10 @@ class Mask(Spec):
     """
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        """Whether head h of batch row b keeps the pair of query position q and key position k; a bool tensor."""
+        """Whether head h of batch row b keeps the pair of query position q and key position k; a bool tensor.
+
+        Other masks read the same tensors of positions, so they must not be changed in place.
+        """
         raise ProblemError(f"{type(self).__name__} is a mask without keep: define keep(self, b, h, q, k).")
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
@@ -168,7 +172,7 @@ class Pair(Mask):
         return np.concatenate([marked(self.a, r), marked(self.b, r)], axis=1)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        (batch_a, heads_a), (batch_b, heads_b) = self.a.broadcast_shape(), self.b.broadcast_shape()
+        (batch_a, heads_a), (batch_b, heads_b) = broadcast_shape_of(self.a), broadcast_shape_of(self.b)
         return max(batch_a, batch_b), max(heads_a, heads_b)
 
     def bind(self, sizes: CallSizes) -> Mask:
@@ -266,7 +270,7 @@ class Not(Mask):
         return marked(self.a, r)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return self.a.broadcast_shape()
+        return broadcast_shape_of(self.a)
 
     def bind(self, sizes: CallSizes) -> Mask:
         return self.with_fields(a=bound_to(self.a, sizes))
@@ -294,7 +298,7 @@ class Varying(Mask):
         return intervals_of(self.inner, sizes)
 
     def signature(self, r: Rectangles) -> Ints:
-        return self.inner.signature(r)
+        return signature_of(self.inner, r)
 
     def broadcast_shape(self) -> tuple[int, int]:
         return self.batch, self.heads
@@ -324,7 +328,7 @@ def _of_used_axes(mask: Mask, sizes: CallSizes) -> Mask:
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
     """The mask's signature, replaced by ALL or NONE where its bounds decide."""
-    (some, every), own = bounds_of(mask, r), mask.signature(r)
+    (some, every), own = bounds_of(mask, r), signature_of(mask, r)
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 
 
@@ -423,6 +427,42 @@ def bounds_of(mask: Mask, r: Rectangles) -> tuple[Bools, Bools]:
     return cast("tuple[Bools, Bools]", bounds)
 
 
+def signature_of(mask: Mask, r: Rectangles) -> Ints:
+    """`mask.signature` of these rectangles, int64 [rectangles, n].
+
+    Raises:
+        ProblemError: `signature` returns no array of integers with a row for each rectangle.
+    """
+    found = cast(object, mask.signature(r))  # of a user's mask, anything
+    is_right = isinstance(found, np.ndarray) and found.dtype.kind in "iub" and found.ndim == 2
+    if not is_right or len(cast(Ints, found)) != len(r.b):
+        form = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else reprlib.repr(found)
+        raise ProblemError(
+            f"{mask!r}: signature returned {form}; expected an array of integers [rectangles, n] = [{len(r.b)}, n], "
+            "with a row for each rectangle."
+        )
+    return cast(Ints, found).astype(np.int64, copy=False)  # narrow integers have no room for ALL and NONE
+
+
+def broadcast_shape_of(mask: Mask) -> tuple[int, int]:
+    """`mask.broadcast_shape()`.
+
+    Raises:
+        ProblemError: of a user's mask, it is no method, or does not return two ints.
+    """
+    if mask._kind.is_own:  # pyright: ignore[reportPrivateUsage]
+        return mask.broadcast_shape()
+    method = cast(Any, mask.broadcast_shape)
+    shape = method() if callable(method) else None
+    found = tuple(cast("Sequence[Any]", shape)) if isinstance(shape, tuple | list) else ()
+    if len(found) == 2 and all(hasattr(size, "__index__") for size in found):  # an int, also one of numpy
+        return found
+    raise ProblemError(
+        f"{mask!r}: broadcast_shape {f'returned {shape!r}' if callable(method) else f'is {method!r}'}; expected a "
+        "method that returns two ints (batch, heads), each 1 where keep does not depend on it."
+    )
+
+
 def intervals_of(mask: Mask, sizes: CallSizes) -> Union:
     """`mask.intervals` of a call of these sizes.
 
@@ -476,9 +516,9 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
             "Draw a smaller call, or some of the queries with offset=; explain counts tiles and pairs of large ones."
         )
     start = keys - queries if offset is None else whole(offset, "offset")
-    mask = bound_to(mask, CallSizes(*mask.broadcast_shape(), queries, keys, start))
+    mask = bound_to(mask, CallSizes(*broadcast_shape_of(mask), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
-    rows, heads = mask.broadcast_shape()
+    rows, heads = broadcast_shape_of(mask)
     of = _drawn(batch, "batch", rows), _drawn(head, "head", heads)
     kept = kept_pairs(mask, *as_tensors(*of, q, k)).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())

@@ -15,6 +15,7 @@ from regard.describe.mask import (
     Positions,
     Rectangles,
     bounds_of,
+    broadcast_shape_of,
     intervals_of,
     is_made_of,
     kept_pairs,
@@ -90,7 +91,7 @@ class Ragged(Mask):
         return own if self.inner is None else np.concatenate([own, marked(self.inner, self._moved(r))], axis=1)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return len(self.lengths), 1 if self.inner is None else self.inner.broadcast_shape()[1]
+        return len(self.lengths), 1 if self.inner is None else broadcast_shape_of(self.inner)[1]
 
     def bind(self, sizes: CallSizes) -> Mask:
         if len(self.lengths) != sizes.batch:

@@ -1,8 +1,10 @@
 """The tasks by their names."""
 
+from dataclasses import fields
 from typing import Any
 
 from regard.cost.near_names import unknown_name
+from regard.errors import KeywordError
 from regard.evaluate.documents import Documents, Recall
 from regard.evaluate.losses import Extrapolation, Perplexity, Stream
 from regard.evaluate.retrieval import KeyValues, Needle, Passkey
@@ -21,7 +23,8 @@ def task_of(name: str, **options: Any) -> Task:
     """A task by its name, with these settings in place of its own.
 
     Raises:
-        ProblemError: there is no such task; those with a similar name are listed.
+        ProblemError: there is no such task; those with a similar name are listed. Or the task has no such setting; all
+            that it has are listed.
 
     >>> task_of("needle", samples=3).samples
     3
@@ -29,7 +32,11 @@ def task_of(name: str, **options: Any) -> Task:
     Traceback (most recent call last):
     regard.errors.ProblemError: unknown task 'needel'. Near: needle.
     """
-    return class_of(name)(**options)
+    kind = class_of(name)
+    known = [field.name for field in fields(kind)]
+    if unknown := [option for option in options if option not in known]:
+        raise KeywordError(f"the task {name} has no {', '.join(unknown)}: expected {', '.join(known)}.")
+    return kind(**options)
 
 
 def check_task(task: Any) -> None:

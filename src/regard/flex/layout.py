@@ -7,7 +7,7 @@ evaluates every pair, 17 s and 10 GB for 32,768 x 32,768.
 import numpy as np
 import torch
 
-from regard.describe.mask import Bools, CallSizes, Mask, Rectangles, bounds_of, kept_pairs, marked
+from regard.describe.mask import Bools, CallSizes, Mask, Rectangles, bounds_of, broadcast_shape_of, kept_pairs, marked
 
 CHUNK = 1 << 22
 """Pairs that are evaluated at once."""
@@ -19,7 +19,7 @@ def block_layout(mask: Mask | bool, sizes: CallSizes, block: tuple[int, int]) ->
     if isinstance(mask, bool):
         return np.full((1, 1, down, across), mask), np.full((1, 1, down, across), mask)
     mask = mask.bind(sizes)
-    batch, heads = mask.broadcast_shape()
+    batch, heads = broadcast_shape_of(mask)
     b, h, row, column = (x.reshape(-1) for x in np.indices((batch, heads, down, across)))
     r = Rectangles(
         b, h,

@@ -97,9 +97,9 @@ class Block(nn.Module):
 class Encoder(SharesTensors):
     """Embeddings, blocks and a norm: tokens to vectors; every token sees every other unless a mask hides it.
 
-    Embeddings are drawn from N(0, 1 / d_model) and multiplied by sqrt(d_model) (Vaswani et al. §3.4). Weights are drawn
-    from N(0, 1 / inputs); those that write into the skip connections are divided by sqrt(writes), as in GPT-2, so that
-    the variance does not grow with the depth.
+    Embeddings are drawn from N(0, 1 / d_model) and multiplied by sqrt(d_model) (Vaswani et al. §3.4). Weights of the
+    blocks are drawn from N(0, 1 / inputs); those that write into the skip connections are divided by sqrt(writes), as
+    in GPT-2, so that the variance does not grow with the depth.
 
     Args:
         vocabulary, d_model: the size of the vocabulary, and the width.
@@ -194,7 +194,8 @@ class Decoder(SharesTensors):
     """A causal language model: tokens to logits of the next token.
 
     The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings; an untrained
-    model then predicts the same token again. `mask` is combined with `Causal()` by `&`: `mask=Window(64)`.
+    model then predicts the same token again. Otherwise the unembedding is drawn as in `nn.Linear`, uniformly, with a
+    standard deviation of 1 / sqrt(3 d_model). `mask` is combined with `Causal()` by `&`: `mask=Window(64)`.
 
     >>> from regard import Alibi, Window
     >>> model = Decoder(19, 32, layers=2, heads=4, kv_heads=2, position=Alibi(4), mask=Window(5))

@@ -13,7 +13,7 @@ from regard.backend.contract import Backend
 from regard.calls import check_unobserved
 from regard.describe.bias import Bias, reads_learned
 from regard.describe.fingerprint import Fingerprint
-from regard.describe.mask import CallSizes, Mask
+from regard.describe.mask import CallSizes, Mask, broadcast_shape_of
 from regard.describe.score import Dot, Score, score_learns
 from regard.describe.spec import Spec, bound_to
 from regard.describe.tensors import elements
@@ -205,7 +205,7 @@ def route_of(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout)
     cacheable = content is None or content.is_cacheable
     route = _routes.get(key) if cacheable else None
     if route is None:
-        maps = (1, 1) if mask is None else mask.broadcast_shape()
+        maps = (1, 1) if mask is None else broadcast_shape_of(mask)
         maps = (sizes.batch if maps[0] != 1 else 1, sizes.heads if maps[1] != 1 else 1)
         route = Route(needs_of(mask, queries, keys, sizes.offset, maps))
         if cacheable:

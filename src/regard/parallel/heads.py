@@ -6,7 +6,17 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.interval import Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, intervals_of
+from regard.describe.mask import (
+    Bools,
+    CallSizes,
+    Ints,
+    Mask,
+    Positions,
+    Rectangles,
+    broadcast_shape_of,
+    intervals_of,
+    signature_of,
+)
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
 
@@ -32,13 +42,13 @@ class HeadsMask(Mask):
         return self.inner.bounds(r._replace(h=r.h + self.first))
 
     def signature(self, r: Rectangles) -> Ints:
-        return self.inner.signature(r._replace(h=r.h + self.first))
+        return signature_of(self.inner, r._replace(h=r.h + self.first))
 
     def intervals(self, sizes: CallSizes) -> Union:
         return intervals_of(self.inner, sizes)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return self.inner.broadcast_shape()[0], self.heads
+        return broadcast_shape_of(self.inner)[0], self.heads
 
     def bind(self, sizes: CallSizes) -> Mask:
         return self
@@ -65,7 +75,7 @@ class HeadsBias(Bias):
 
 def mask_of_heads(mask: Mask | None, heads: range) -> Mask | None:
     """The mask of some heads."""
-    return mask if mask is None or mask.broadcast_shape()[1] == 1 else HeadsMask(mask, heads.start, len(heads))
+    return mask if mask is None or broadcast_shape_of(mask)[1] == 1 else HeadsMask(mask, heads.start, len(heads))
 
 
 def bias_of_heads(bias: Bias | None, heads: range) -> Bias | None:

@@ -71,9 +71,9 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int, batch: int = 1, head
     masks = import_module("regard.describe.mask")
     if not isinstance(mask, masks.Mask):
         raise ProblemError(f"mask is {mask!r}: expected a regard Mask, a regard.cost.Pattern, or None.")
-    own_batch, own_heads = mask.broadcast_shape()
+    own_batch, own_heads = masks.broadcast_shape_of(mask)
     bound = mask.bind(masks.CallSizes(max(own_batch, batch), max(own_heads, heads), tokens, tokens, 0))
-    sizes: CallSizes = masks.CallSizes(*bound.broadcast_shape(), tokens, tokens, 0)
+    sizes: CallSizes = masks.CallSizes(*masks.broadcast_shape_of(bound), tokens, tokens, 0)
     intervals = masks.intervals_of(bound, sizes)
     if intervals is not None:
         return IntervalCounts(tokens, intervals)

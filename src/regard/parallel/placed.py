@@ -14,7 +14,17 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.interval import Edge, Interval, Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, intervals_of
+from regard.describe.mask import (
+    Bools,
+    CallSizes,
+    Ints,
+    Mask,
+    Positions,
+    Rectangles,
+    broadcast_shape_of,
+    intervals_of,
+    signature_of,
+)
 from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
 from regard.lru_cache import LRUCache
@@ -105,7 +115,7 @@ class PlacedMask(Mask):
         return self.inner.bounds(self._hull(r))
 
     def signature(self, r: Rectangles) -> Ints:
-        inner = self.inner.signature(self._hull(r))
+        inner = signature_of(self.inner, self._hull(r))
         sides = (_texture(self.queries, r.q0, r.q1), _texture(self.keys, r.k0, r.k1))
         return np.concatenate([inner, *sides], axis=1)
 
@@ -123,7 +133,7 @@ class PlacedMask(Mask):
         return [_indexed(x, queries, positions_of(self.keys)) for x in inner]
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return self.inner.broadcast_shape()
+        return broadcast_shape_of(self.inner)
 
     def bind(self, sizes: CallSizes) -> Mask:
         return self

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from regard.attention import attend, attend_state
-from regard.describe.mask import CallSizes
+from regard.describe.mask import CallSizes, broadcast_shape_of
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.layout import Layout
 from regard.parallel.ring import ring_attend, ring_attend_state
@@ -178,7 +178,7 @@ def _mask_shape(request: Request) -> tuple[int, int]:
         return 1, 1
     (batch, heads, queries), keys = whole.q.shape[:3], whole.k.shape[2]
     offset = keys - queries if whole.offset is None else whole.offset
-    return whole.mask.bind(CallSizes(batch, heads, queries, keys, offset)).broadcast_shape()
+    return broadcast_shape_of(whole.mask.bind(CallSizes(batch, heads, queries, keys, offset)))
 
 
 def _local_sink(sink: Tensor | None, q: DTensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias, values_of
 from regard.describe.fingerprint import Fingerprint
-from regard.describe.mask import CallSizes, Mask, Rectangles, bounds_of, intervals_of
+from regard.describe.mask import CallSizes, Mask, Rectangles, bounds_of, broadcast_shape_of, intervals_of
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.tensors import ContentKey
@@ -77,7 +77,7 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
 
 def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
     """Whether intervals or bounds of a mask, bound to a call of these sizes, show that it keeps every pair."""
-    if mask.broadcast_shape() != (1, 1):
+    if broadcast_shape_of(mask) != (1, 1):
         return False
     intervals = intervals_of(mask, sizes)
     if intervals is not None:

@@ -10,7 +10,18 @@ import torch
 
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.interval import FAR, Interval, Union, step_left
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, bounds_of, intervals_of, kept_pairs, marked
+from regard.describe.mask import (
+    Bools,
+    CallSizes,
+    Ints,
+    Mask,
+    Rectangles,
+    bounds_of,
+    broadcast_shape_of,
+    intervals_of,
+    kept_pairs,
+    marked,
+)
 from regard.describe.tensors import reads_again, unchanged
 from regard.lru_cache import LRUCache
 from regard.plan.checks import check_is_not_mapped
@@ -42,7 +53,7 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     >>> s.tiles, s.pairs, len(s.patterns)
     ((6, 4, 6), 32896, 1)
     """
-    shape = (1, 1) if mask is None else mask.broadcast_shape()
+    shape = (1, 1) if mask is None else broadcast_shape_of(mask)
     if not batch * heads:
         mask, shape = None, (1, 1)
     maps = (batch if shape[0] > 1 else 1, heads if shape[1] > 1 else 1)

@@ -23,6 +23,7 @@ TOLD = (
     "padding to the right",
     "padding to the left",
     "alibi",
+    "two biases in half precision",
     "heads without groups",
     "a single key head",
     "float64",

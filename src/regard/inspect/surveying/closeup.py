@@ -14,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from regard.describe.mask import Ints
 from regard.inspect.surveying.kinds import NAMERS, Head, strength
 from regard.inspect.surveying.report import CloseUp
 from regard.inspect.weights.lazy import CHUNK, ROWS, TILE, Weights
-from regard.inspect.weights.scores import cap_and_bias
+from regard.inspect.weights.scores import cap_and_bias, summed_bias
 from regard.inspect.weights.spans import kept_columns
 
 WRONG_BY = 0.001
@@ -214,7 +213,8 @@ def _distance_bias(weights: Weights, head: int) -> NDArray[np.float32] | None:
     tokens = weights.shape[2]
     distance = torch.arange(1 - tokens, tokens, device=weights.q.device)
     here, zero = torch.tensor([head], device=distance.device), torch.zeros_like(distance)
-    value: Tensor = weights.bias.value(zero[:1], here, distance.clamp(min=0), (-distance).clamp(min=0))
+    at = zero[:1], here, distance.clamp(min=0), (-distance).clamp(min=0)
+    value = summed_bias(weights.bias, at, weights.dtype)
     return value.detach().float().expand(len(distance)).cpu().numpy()
 
 

@@ -10,13 +10,15 @@ Scores are computed in float32, in float64 for calls in float64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Literal, NamedTuple, Self, cast, get_args
 
 import torch
 from torch import Tensor
 
 from regard.calls import Call
-from regard.describe.bias import Bias
+from regard.describe.bias import Bias, values_of
 from regard.describe.by_row import row_starts
 from regard.describe.mask import Mask
 from regard.describe.score import Dot
@@ -49,6 +51,18 @@ def cap_and_bias(raw: Tensor, softcap: float | None, bias: Tensor | None) -> Ten
     if softcap is not None:
         raw.div_(softcap).tanh_().mul_(softcap)
     return raw if bias is None else raw + bias.to(raw.dtype)
+
+
+def summed_bias(bias: Bias, positions: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """The bias at (b, h, q, k) in the dtype of the scores, to which each term is converted before they are added.
+
+    >>> from regard import TensorBias
+    >>> both = TensorBias(torch.tensor(256.0).bfloat16()) + TensorBias(torch.tensor(1.0).bfloat16())
+    >>> first = (torch.tensor(0),) * 4
+    >>> both.value(*first), summed_bias(both, first, torch.float32)
+    (tensor(256., dtype=torch.bfloat16), tensor(257.))
+    """
+    return reduce(add, (values_of(term, *positions).to(dtype) for term in bias.terms()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +275,9 @@ class CallScores:
         """Dot products of queries i and keys j, which are overwritten, as scores of a stage."""
         products.mul_(self.scale)
         softcap = None if stage == "raw" else self.softcap
-        bias = None if stage != "biased" or self.bias is None else self.bias.value(*self.coordinates(i, j))
+        bias = None
+        if stage == "biased" and self.bias is not None:
+            bias = summed_bias(self.bias, self.coordinates(i, j), products.dtype)
         return cap_and_bias(products, softcap, bias)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, T5Bias, TensorBias
-from regard.describe.mask import Bools, Ints, Mask, Positions, Rectangles
+from regard.describe.mask import Bools, Ints, Mask, Positions, Rectangles, signature_of
 from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.inspect.weights.index import index_of
@@ -35,7 +35,7 @@ class OfHeads(Mask):
         return self.mask.bounds(self._there(r))
 
     def signature(self, r: Rectangles) -> Ints:
-        return self.mask.signature(self._there(r))
+        return signature_of(self.mask, self._there(r))
 
     def broadcast_shape(self) -> tuple[int, int]:
         return self.mask.broadcast_shape()[0], len(self.heads)
