@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    ContinuousBatchingConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GenerationConfig,
+)
 
 from regard import ProblemError, RefusalError
 from regard.attention import attend
@@ -99,6 +105,25 @@ def test_keys_and_values_of_two_sizes_and_latents_are_refused(monkeypatch: pytes
     monkeypatch.setattr(m.config, "v_head_dim", 8)
     with continuous_batching(m):
         pass
+
+
+def test_layers_whose_keys_are_of_two_sizes_are_refused():
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
+    words = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0}
+    config = Gemma4TextConfig(**sizes, **heads, **words, layer_types=["sliding_attention", "full_attention"])
+    if not getattr(config, "is_heterogeneous", False):
+        pytest.skip("this version of transformers has one config for all layers")
+    with pytest.raises(RefusalError, match="its layers have keys of different sizes"):
+        continuous_batching(Gemma4ForCausalLM(config)).__enter__()
+
+
+def test_a_model_that_computes_with_its_mask_is_refused():
+    """It gets none there: the tokens of Doge were others, without an error."""
+    m = on_regard("doge")
+    with pytest.raises(RefusalError, match="it computes with its mask before attention does"), continuous_batching(m):
+        pass
+    assert m.config._attn_implementation == "regard"
 
 
 def test_layers_that_are_not_known_there_are_refused():

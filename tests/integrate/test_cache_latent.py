@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CompileConfig, StaticCache
 
 from regard import ProblemError, observe_calls
-from regard.cache import ExpectedAttention
+from regard.cache import ExpectedAttention, Knorm
 from regard.calls import Call
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_latent import FixedLatentLayer, LatentLayer
@@ -21,6 +21,7 @@ from regard.integrate.latent import flops, is_absorbed
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Paged, Rolling
+from tests.integrate.quantised import quantise
 from tests.integrate.writing import prompt, written
 from tests.integrate.zoo import VOCABULARY, close, padding, with_cache
 
@@ -149,6 +150,30 @@ def test_why_latents_are_expanded_is_reported(change: Any, message: str, words: 
     assert "expands at every step: its attention is eager: use_regard(model)" in cache.explain()
 
 
+@pytest.mark.parametrize("words", [None, {}, {"layout": Contiguous(capacity=24)}], ids=["stock", "growing", "fixed"])
+def test_a_quantised_weight_is_left_to_its_module(words: dict[str, Any] | None):
+    m, ids = copy.deepcopy(latent("deepseek_v3")), prompt()
+    quantise(m.model.layers[1].self_attn.kv_b_proj)
+    m.set_attn_implementation("eager")
+    stock, scores = written(m, ids, None)
+    use_regard(m)
+    cache = None if words is None else regard_cache(m, **words)
+    ours, our_scores = written(m, ids, cache)
+    assert ours == stock
+    assert close(our_scores, scores)
+    if cache is not None:
+        assert "every step: the weight of its kv_b_proj is a Quantised, so the module must" in cache.explain()
+
+
+def test_policies_of_latents_need_the_weight():
+    m = copy.deepcopy(latent("deepseek_v3"))
+    quantise(m.model.layers[1].self_attn.kv_b_proj)
+    use_regard(m)
+    with pytest.raises(ProblemError, match="the weight of kv_b_proj, which is no matrix of floats"):
+        regard_cache(m, evict=Knorm(24, sinks=2, recent=8))
+    regard_cache(latent("deepseek_v3"), evict=Knorm(24, sinks=2, recent=8))
+
+
 class Adapted(torch.nn.Linear):
     """A projection that something was added to."""
 
@@ -231,6 +256,50 @@ def test_a_model_in_a_compiled_graph_writes_the_same():
     assert cache.is_compileable
     ours, _ = written(m, ids, cache, attention_mask=mask, compile_config=options)
     assert ours == stock
+
+
+def windows(**more: Any) -> Any:
+    """A tiny Dots3-Note: the layers with a window have latents, and heads, of other sizes."""
+    if not hasattr(transformers, "Dots3NoteForCausalLM"):
+        pytest.skip("this version of transformers has no Dots3NoteForCausalLM")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 24, "head_dim": 24,
+             "qk_nope_head_dim": 16, "v_head_dim": 20}  # fmt: skip
+    own = {f"swa_{name}": size for name, size in sizes.items()} | {"sliding_window_size": 5, "use_dsa": False}
+    words = {"layer_types": ["sliding_attention", "full_attention"], "shared_experts_intermediate_size": 8}
+    torch.manual_seed(0)
+    config = transformers.Dots3NoteTextConfig(**SIZES | {"head_dim": 24} | words | own | more)  # type: ignore[arg-type]
+    m = transformers.Dots3NoteForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in m.parameters():
+            if weight.ndim > 1:
+                weight.mul_(3)
+    return m
+
+
+@pytest.mark.parametrize("words", [None, {}, {"layout": Contiguous(capacity=40)}], ids=["stock", "growing", "fixed"])
+def test_layers_with_a_window_may_have_latents_of_another_size(words: dict[str, Any] | None):
+    m, ids, mask = windows(), prompt(), padding("left")
+    m.set_attn_implementation("eager")
+    stock, scores = written(m, ids, None, attention_mask=mask)
+    use_regard(m)
+    cache = None if words is None else regard_cache(m, **words)
+    if cache is not None:
+        window, full = cache.explain().splitlines()[1:]
+        assert "128 bytes a token" in window  # 24 + 8 elements of 4 bytes
+        assert "96 bytes a token: latents, which queries meet without expanding them" in full
+    ours, our_scores = written(m, ids, cache, attention_mask=mask)
+    assert ours == stock
+    assert close(our_scores, scores)
+
+
+def test_latents_of_windows_alone_and_of_two_ranks_are_refused():
+    with pytest.raises(
+        ProblemError, match=r"keys regard can keep \(its layers are indexed_attention, sliding_attention"
+    ):
+        regard_cache(windows(use_dsa=True, index_topk=4, index_n_heads=2, index_head_dim=16))
+    config = transformers.DeepseekV3Config(**SIZES, per_layer_config={1: {"kv_lora_rank": 24}})
+    with pytest.raises(ProblemError, match="latents of ranks 16, 24 in layers of full attention: expected one rank"):
+        regard_cache(config)
 
 
 @pytest.mark.parametrize(

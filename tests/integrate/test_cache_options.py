@@ -186,6 +186,27 @@ def test_the_names_are_at_the_door_and_load_nothing_before():
         regard.integrate.cashe  # noqa: B018  # type: ignore[attr-defined]
 
 
+class Passing(nn.Module):
+    """A wrapper that names the ids and passes on what else there is, as PEFT's do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Tensor, **words: Any) -> Any:
+        return self.inner(input_ids, **words)
+
+
+def test_a_wrapper_takes_the_cache_that_the_model_in_it_takes():
+    m, ids = Passing(on_regard("llama")), prompt()
+    cache = regard_cache(m)
+    with torch.no_grad():
+        m(ids, **with_cache(cache))
+    assert cache.get_seq_length() == ids.shape[1]
+    with pytest.raises(ProblemError, match="Passing takes no"):
+        regard_cache(Passing(model("modernbert")))
+
+
 # ---- what it refuses ------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,8 @@ from transformers import (
 
 from regard.errors import ProblemError
 from regard.inspect.measures.circuits import circuits, parts_of
-from regard.integrate.projections import affine_of, output_projection, projections_of
+from regard.integrate.projections import affine_of, has_matrix, output_projection, projections_of
+from tests.integrate.quantised import Quantised, quantise
 
 HEADS = 6
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS}
@@ -125,6 +126,17 @@ def test_a_projection_that_is_no_matrix_of_floats_is_refused():
     quantised.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ProblemError, match="whose weight is no matrix of floats: load the model without quantisation"):
         affine_of(quantised)
+
+
+def test_a_quantised_weight_that_says_it_is_of_floats_is_refused():
+    layer, sharded = nn.Linear(4, 4), nn.Linear(4, 4)
+    quantise(layer)
+    assert layer.weight.is_floating_point()
+    with pytest.raises(ProblemError, match="a projection is Linear, whose weight is no matrix of floats"):
+        affine_of(layer)
+    quantise(sharded)
+    sharded.weight.__class__ = type("DTensor", (Quantised,), {})
+    assert has_matrix(sharded)
 
 
 def test_a_projection_with_an_adapter_is_refused():

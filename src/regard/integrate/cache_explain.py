@@ -91,7 +91,7 @@ def _per_token(decoder: Decoder, layer: Any) -> str:
 def _expected_bytes(decoder: Decoder, layer: StoredLayer | FixedLayer) -> str:
     """The bytes of a token by the config, where it has the sizes."""
     config = config_of_layer(decoder.config, cast(Any, layer).made_for)
-    sizes = sizes_of(config, isinstance(layer, LATENT))
+    sizes = sizes_of(config, decoder.is_latent)
     codec = layer.kv.codec if isinstance(layer, StoredLayer) else None
     if isinstance(codec, Codec) and codec.keys is None and isinstance(layer, StoredLayer) and layer.kv.evict:
         codec = replace(codec, keys="token")

@@ -11,8 +11,9 @@ from regard.describe.position import Rope
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import usual_name
 from regard.integrate.cache_rope import rope_for
-from regard.integrate.decoder import Decoder, cache_writers
+from regard.integrate.decoder import Decoder, cache_writers, config_of_layer
 from regard.integrate.implementation import INTERFACE, names_in_forward
+from regard.integrate.projections import has_matrix
 from regard.storage.stored import Contiguous, Latent, Layout, Rolling
 
 SLIDING = {"sliding_attention", "chunked_attention"}
@@ -106,7 +107,8 @@ def options_for(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> Ca
     _check_policies(decoder, options, kinds)
     _check_attention(decoder, options)
     if decoder.is_latent:
-        layout = Latent(decoder.config.kv_lora_rank)
+        _check_weights(decoder, options)
+        layout = Latent(_rank(decoder, kinds))
         for policy in options.evict if isinstance(options.evict, tuple) else (options.evict,):
             KVCache(layout, options.codec, policy)
         return options._replace(layout=layout)
@@ -167,14 +169,15 @@ def _check_attention(decoder: Decoder, options: CacheOptions) -> None:
 
 def _check_kinds(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> None:
     """Raise `ProblemError` unless the layout fits the layers."""
-    ours = {"full_attention", *SLIDING} & set(kinds)
-    layout, rank = options.layout, getattr(decoder.config, "kv_lora_rank", None)
+    layout = options.layout
+    ours = {"full_attention", *(() if decoder.is_latent else SLIDING)} & set(kinds)
     if not ours:
         raise ProblemError(
             f"{decoder.name} has no layers of attention whose keys regard can keep (its layers are "
             f"{', '.join(sorted(set(kinds)))}): leave {usual_name()} out."
         )
-    if isinstance(layout, Latent) and not (decoder.is_latent and layout.rank == rank):
+    rank = _rank(decoder, kinds) if decoder.is_latent else None
+    if isinstance(layout, Latent) and layout.rank != rank:
         has = f"latents of rank {rank}" if decoder.is_latent else "no latents"
         raise ProblemError(f"{layout!r} for {decoder.name}, which has {has}: leave layout out, regard chooses.")
     if decoder.is_latent and not isinstance(layout, Contiguous | Latent):
@@ -188,3 +191,26 @@ def _check_kinds(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> N
             f"every layer of {decoder.name} looks back over a window, which is kept exactly: nothing is left "
             f"for {options.evict or layout!r} to do. Leave it out; a codec may stay."
         )
+
+
+def _check_weights(decoder: Decoder, options: CacheOptions) -> None:
+    """Raise `ProblemError` if policies are to see queries that meet latents, and weights to make these are missing."""
+    for module in filter(None, (module() for module in decoder.expanding if options.policies)):
+        if not has_matrix(module.kv_b_proj):
+            raise ProblemError(
+                f"{options.policies[0]!r} for {decoder.name}: policies see queries that meet latents, made with the "
+                "weight of kv_b_proj, which is no matrix of floats: load the model without quantisation, or use a "
+                "cache that keeps all tokens."
+            )
+
+
+def _rank(decoder: Decoder, kinds: list[str]) -> int:
+    """The elements of a latent in layers of full attention; those of a window may have others (Dots3-Note)."""
+    layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    ranks: set[int] = {config_of_layer(decoder.config, i).kv_lora_rank for i in layers}
+    if len(ranks) > 1:
+        raise ProblemError(
+            f"{decoder.name} has latents of ranks {', '.join(map(str, sorted(ranks)))} in layers of full attention: "
+            f"expected one rank. Leave {usual_name()} out."
+        )
+    return ranks.pop()

@@ -28,6 +28,7 @@ from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.implementation import check_keywords, sink_of
 from regard.integrate.latent import latent_modules
+from regard.integrate.mask_function import COMPUTE_WITH_MASKS
 from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import check_model
 
@@ -50,30 +51,39 @@ def continuous_batching(model: Any) -> Generator[None]:
 
     Raises:
         ProblemError: not a model of transformers, or one that computes attention by itself.
-        RefusalError: a model whose keys and values are of two sizes, or are latents: transformers cannot store them.
+        RefusalError: a model whose keys and values are of two sizes, in one layer or in different ones, or are latents:
+            transformers cannot store them; or one that computes with its mask (Doge).
     """
     check_model(model)
-    _check_sizes(model)
+    _check_stored(model)
     with _registered(), with_implementation(model, NAME):
         yield
 
 
-def _check_sizes(model: Any) -> None:
-    """Raise `RefusalError` unless keys and values have one size, as the pages of transformers do.
+def _check_stored(model: Any) -> None:
+    """Raise `RefusalError` unless keys and values have one size, as the pages of transformers do, and are all it needs.
 
-    The generation loop of transformers would write the error to the log, and return requests without tokens.
+    The generation loop of transformers would write an error to the log, and return requests without tokens; for a model
+    that computes with its mask it makes none, and the tokens would be others.
     """
     config = model.config.get_text_config(decoder=True)
-    qk_dim, v_dim = getattr(config, "head_dim", None), getattr(config, "v_head_dim", None)
-    if latent_modules(model):
-        what = "its cache keeps latents (MLA)"
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    kv_heads, qk_dims = ({getattr(x, name, None) for x in layers} for name in ("num_key_value_heads", "head_dim"))
+    qk_dim, v_dim = (getattr(layers[0], name, None) for name in ("head_dim", "v_head_dim"))
+    stored = "and the pages of transformers store keys and values of one size, [kv_heads, head_dim]"
+    if config.model_type in COMPUTE_WITH_MASKS:
+        what = "it computes with its mask before attention does, and transformers makes no mask for it there"
+    elif latent_modules(model):
+        what = f"its cache keeps latents (MLA), {stored}"
+    elif len(kv_heads) > 1 or len(qk_dims) > 1:
+        what = f"its layers have keys of different sizes, {stored}"
     elif v_dim not in (None, qk_dim):
-        what = f"its keys have {qk_dim} elements and its values {v_dim}"
+        what = f"its keys have {qk_dim} elements and its values {v_dim}, {stored}"
     else:
         return
     raise RefusalError(
-        f"{type(model).__name__} in continuous_batching(): {what}, and the pages of transformers store keys and values "
-        "of one size, [kv_heads, head_dim]. Call generate() in place of generate_batch(), outside of the block."
+        f"{type(model).__name__} in continuous_batching(): {what}. Call generate() in place of generate_batch(), "
+        "outside of the block."
     )
 
 

@@ -23,6 +23,7 @@ from regard.attention import attend
 from regard.cache.store import CachedTensor
 from regard.integrate.implementation import is_regard
 from regard.integrate.lazy import LazyTensor
+from regard.plan.checks import has_own_operators
 
 
 class Latents(NamedTuple):
@@ -106,7 +107,7 @@ def _expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
         latents, report = kv_nope.source, kv_nope.report
     elif not is_regard(module.config):
         return type(module).expand_kv(module, kv_nope, k_rot)
-    heads, (batch, _, tokens, _) = module.config.num_attention_heads, kv_nope.shape
+    heads, (batch, _, tokens, _) = module.num_heads, kv_nope.shape  # a config may have other numbers for other layers
     both = _Expanded(module, latents)
     k, v = (
         LazyTensor(latents, (batch, heads, tokens, dim), kv_nope, functools.partial(both.side, side), report)
@@ -169,6 +170,8 @@ def why_expanded(module: Any) -> str | None:
     up = module.kv_b_proj
     if type(up) is not nn.Linear:
         return f"its kv_b_proj is a {type(up).__name__}, which must be called"
+    if type(up.weight) is not nn.Parameter and has_own_operators(up.weight):  # torchao quantises the weight alone
+        return f"the weight of its kv_b_proj is a {type(up.weight).__name__}, so the module must be called"
     if "forward" in vars(up) or any(vars(up)[name] for name in ("_forward_hooks", "_forward_pre_hooks")):
         return "hooks on its kv_b_proj must be called"
     return None if cast(Any, up).bias is None else "its kv_b_proj has a bias"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.nn.projections import with_forward_of_its_own
+from regard.plan.checks import has_own_operators
 
 CONTIGUOUS = {"gpt2": "c_attn", "phi3": "qkv_proj"}
 GROUPED = {
@@ -114,9 +115,14 @@ def affine_of(projection: Any) -> Affine:
 
 
 def has_matrix(part: nn.Module) -> bool:
-    """Whether the weight of a part of a layer is a matrix of floats: not of a norm, and not quantised."""
+    """Whether the weight of a part of a layer is a matrix of floats: not of a norm, and not quantised.
+
+    The quantised weights of torchao say that they are of floats, and compute little more than the product with them.
+    """
     weight = getattr(part, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+    if not (isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()):
+        return False
+    return type(weight).__name__ == "DTensor" or not has_own_operators(weight)  # only who has DTensors needs the module
 
 
 def _is_transposed(projection: Any) -> bool:
