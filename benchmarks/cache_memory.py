@@ -39,8 +39,8 @@ process that reads a prompt of {tokens:,} tokens with a model of SmolLM2-135M's 
 vocabulary), as growth in MiB: at the peak of the prompt, after it, and after {steps} more tokens. Each cache has its
 own process, which reads a short text first; malloc has the system's settings, {threads}
 thread{s}. "Stored" is the cache's own count after the last token. Activations of the prompt, and the part of them that
-malloc does not return, count in all rows (regard_cache returns it to the system after an eviction); policies keep
-{budget} tokens per key head."""
+malloc does not return, count in all rows (regard_cache returns it to the system after an eviction, and with the
+second token after a prompt); policies keep {budget} tokens per key head."""
 
 
 @dataclass(frozen=True)

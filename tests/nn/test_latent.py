@@ -21,6 +21,7 @@ from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.token_positions import tokens_at
+from tests.integrate.quantised import quantise
 from tests.own_rope import Mirrored
 
 SIZES: dict[str, Any] = {"kv_rank": 13, "nope_dim": 5, "rope_dim": 4, "v_dim": 7, "mask": Causal()}
@@ -428,7 +429,12 @@ def biased(linear: torch.nn.Linear) -> torch.nn.Linear:
     return made
 
 
-@pytest.mark.parametrize("change", [replaced, Adapted, Opaque, biased])
+def quantised(linear: torch.nn.Linear) -> torch.nn.Linear:
+    quantise(linear)
+    return linear
+
+
+@pytest.mark.parametrize("change", [replaced, Adapted, Opaque, biased, quantised])
 @pytest.mark.parametrize("name", ["k_up", "v_up"])
 def test_where_weights_do_not_say_the_output_the_expanded_form_is_taken(name, change):
     module, x = LatentAttention(31, 6, **SIZES).eval(), torch.randn(1, 9, 31)
