@@ -179,6 +179,35 @@ def test_the_reference_refuses_nothing():
         assert explain(case.q, case.k, case.v, **case.words, backend="reference").backend == "reference"
 
 
+SCORES = {"additive", "additive per head", "gaussian", "laplacian", "epanechnikov, some with no neighbour"}
+"""Cases whose score is no dot product, even after its preparation."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("engine", "refused"),
+    [
+        ("native", SCORES),
+        ("triton", SCORES),
+        ("flex", SCORES | {"sinks learned per head", "everything"}),  # a sink needs the log-sum-exp
+    ],
+)
+def test_an_engine_refuses_these_cases_alone(engine: str, refused: set[str], dtype: torch.dtype):
+    """Without it the tests above would skip what an engine no longer takes."""
+    _skip_where_refused(engine)
+    if engine != "native" and dtype == torch.float64:
+        refused = set(CASES)
+
+    def is_refused(case: Case) -> bool:
+        try:
+            explain(*(t.to(dtype) for t in (case.q, case.k, case.v)), **case.words, backend=engine)
+        except RefusalError:
+            return True
+        return False
+
+    assert {name for name, make in CASES.items() if is_refused(make())} == refused
+
+
 @pytest.mark.usefixtures("no_library")
 def test_sdpa_takes_what_torch_computes_without_a_mask():
     cases = {name: make() for name, make in CASES.items()}
