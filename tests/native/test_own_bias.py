@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from regard import Alibi, Causal, ProblemError, TensorBias, attend, explain
+from regard.dispatch.choose import forget_plans
 from regard.extend import Bias, spec
 from regard.scores import Cosine
 from tests.native.engines import ALL, PLAIN
@@ -173,3 +175,71 @@ def test_weights_that_a_score_reads_learn():
     right = (module(Q) @ K.mT).softmax(-1) @ V
     (expected,) = torch.autograd.grad(right.square().sum(), [module.weight])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@spec
+class Looking(ByModule):
+    """Of a value that looks at the axes of its positions, and has a module that counts its calls."""
+
+    def value(self, b, h, q, k):
+        assert (q - k).shape[-1] > 1
+        return super().value(b, h, q, k)
+
+
+@pytest.mark.parametrize("by_distance", [True, False])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_recomputed_call_gives_weights_that_are_no_fields_their_gradients(is_known, by_distance):
+    forget_plans()
+    module = torch.nn.Linear(1, 1)
+    bias = Looking(module, by_distance)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return attend(q, K, V, bias=bias)
+
+    if is_known:
+        call(Q)
+    expected = torch.autograd.grad(call(Q).square().sum(), list(module.parameters()))
+    again = checkpoint(call, Q, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(again.square().sum(), list(module.parameters())), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_value_is_computed_to_know_whether_it_learns():
+    seen: list[torch.Size] = []
+    module = torch.nn.Linear(1, 1)
+    module.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    q = torch.empty(2, 3, 7, 8, device="meta")
+    explain(q, q, q, bias=ByModule(module, True))
+    assert not seen
+    attend(Q, K, V, bias=ByModule(module, True))
+    assert len(seen) == 1
+
+
+GLOBAL = torch.ones(3)
+
+
+@spec
+class Held(Bias):
+    """Reads what a field holds, and a variable of its module."""
+
+    held: object
+
+    def value(self, b, h, q, k):
+        return self.held[0] * GLOBAL[h]
+
+
+def test_what_may_learn_is_known_without_computing_a_value():
+    rate, learned = torch.ones(3), torch.ones(3, requires_grad=True)
+    assert not (Sometimes(rate, True) + Alibi(3)).may_learn()
+    assert (Sometimes(learned, True) + Alibi(3)).may_learn()
+    assert not ByModule(torch.nn.Linear(1, 1).requires_grad_(False), True).may_learn()
+    assert ByModule(torch.nn.Linear(1, 1), True).may_learn()
+    assert [Held(held).may_learn() for held in ([rate], [learned], {0: learned}, iter([rate]))] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    GLOBAL.requires_grad_(True)
+    assert Held([rate]).may_learn()
+    GLOBAL.requires_grad_(False)

@@ -180,7 +180,7 @@ class ByModule(Bias):
 @pytest.mark.usefixtures("alone")
 def test_a_weight_that_a_bias_reads_and_has_not_is_refused_where_it_learns():
     module, rate = torch.nn.Linear(1, 1), torch.ones((), requires_grad=True)
-    with pytest.raises(RefusalError, match=r"ByModule\(.*is none of its fields.*Make it a field\.$"):
+    with pytest.raises(RefusalError, match=r"ByModule\(.*is none of its fields.*Make it a field of the bias\.$"):
         ring_attend(*qkv(), bias=ByModule(rate, module))
     with torch.no_grad():
         ring_attend(*qkv(), bias=ByModule(rate, module))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from regard import native_calls
 from regard.backend.native_parts import listed
-from regard.describe.bias import TensorBias, bias_learns
-from regard.plan.distance import CPU, by_distance, kept_by_distance
+from regard.describe.bias import TensorBias
+from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
 from regard.wide import wide_of
@@ -51,7 +51,7 @@ def _distance(p: Problem, operands: Operands) -> Tensor | None:
         return None
     bias, sizes = reduce(add, terms), operands.sizes
     first, most = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
-    if p.grad and bias_learns(bias, CPU):
+    if p.grad and bias.may_learn():
         return by_distance(bias, p.heads, wide_of(p.dtype), first, most)
     return kept_by_distance(bias, p.heads, wide_of(p.dtype), first, most)
 

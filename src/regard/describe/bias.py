@@ -85,28 +85,6 @@ def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions
     return values
 
 
-def bias_learns(bias: Bias, device: torch.device) -> bool:
-    """Whether a gradient is wanted of what the bias reads: of its tensors, and of what else a user's `value` reads.
-
-    Args:
-        device: of the call.
-    """
-    if not torch.is_grad_enabled():
-        return False
-    return any(t.requires_grad for t in bias.tensors()) or any(reads_learned(term, device) for term in bias.terms())
-
-
-def reads_learned(term: Bias, device: torch.device) -> bool:
-    """Whether a user's bias depends on a tensor that learns, such as the weights of a module in one of its fields."""
-    if term.has_own_classes():
-        return False
-    at = torch.zeros((), dtype=torch.int64, device=device)
-    try:
-        return values_of(term, at, at, at, at).requires_grad
-    except (IndexError, ProblemError):  # no rows; what is wrong the call finds with its own sizes
-        return False
-
-
 def _bias(other: object) -> Bias:
     if isinstance(other, Bias):
         return other

@@ -97,6 +97,22 @@ def content(thing: object) -> Hashable:
         return Untraceable()
 
 
+def reads_learned(thing: object) -> bool | None:
+    """Whether a function or any other object reads a tensor that requires a gradient; None if it cannot be followed.
+
+    >>> def times(weight):
+    ...     return lambda x: weight * x
+    >>> reads_learned(times(torch.ones(3, requires_grad=True))), reads_learned(times(2)), reads_learned(iter([3]))
+    (True, False, None)
+    """
+    walk = _Walk()
+    try:
+        walk.whole(thing)
+    except (_UnfollowableError, RecursionError):
+        return None
+    return walk.reads_learned
+
+
 class _Walk:
     """One walk over all that a function reads."""
 
@@ -107,6 +123,7 @@ class _Walk:
         self._modules: list[types.ModuleType] = []
         self._kinds: list[type] = []  # of instances
         self._roots: set[str] = set()  # libraries
+        self.reads_learned = False  # whether a tensor requires a gradient
         self._is_making = False  # whether the code may make an instance of the class of another object
 
     def whole(self, x: object) -> Hashable:
@@ -147,7 +164,10 @@ class _Walk:
             if issubclass(kind, known):  # not isinstance, which reads `__class__` of the object
                 if (made := value(x)) is None:
                     raise _UnfollowableError
-                return (made, self._of_instance(kind), self.of(read_attributes(x))) if known is Tensor else made
+                if known is not Tensor:
+                    return made
+                self.reads_learned = self.reads_learned or x.requires_grad
+                return made, self._of_instance(kind), self.of(read_attributes(x))
         if issubclass(kind, _CONSTANT):
             return x
         if kind is types.FunctionType:

@@ -31,7 +31,6 @@ from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Spec, spec
 from regard.describe.traced import refuse_symbol
 from regard.errors import ProblemError
-from regard.wide import wide_of
 
 
 class Prepared(NamedTuple):
@@ -104,7 +103,9 @@ def compare_pairs(score: Score, q: Tensor, k: Tensor) -> Tensor:
     Raises:
         ProblemError: `compare` returns no tensor of floating-point numbers with one for each pair.
     """
-    scores = cast(object, score.compare(q, k))  # of a user's score, anything
+    if score.is_own():
+        return score.compare(q, k)
+    scores = cast(object, score.compare(q, k))  # may be anything
     shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
     if not isinstance(scores, Tensor):
         raise ProblemError(f"{score!r}: compare(q, k) returned {type(scores).__name__}; expected a tensor.")
@@ -114,27 +115,6 @@ def compare_pairs(score: Score, q: Tensor, k: Tensor) -> Tensor:
             f"{scores.dtype}; expected [batch, kv_heads, group, queries, keys], here {list(shape)}, of {q.dtype}."
         )
     return scores.to(q.dtype)
-
-
-def score_learns(score: Score, q: Tensor, k: Tensor) -> bool:
-    """Whether a gradient is wanted of what the score reads: of its tensors, and of what else a user's methods read.
-
-    Args:
-        q: [batch, heads, queries, qk_dim]; the first query and key are compared.
-        k: [batch, kv_heads, keys, k_dim].
-    """
-    if not torch.is_grad_enabled():
-        return False
-    if score.has_own_classes() or k.is_meta:
-        return any(t.requires_grad for t in score.tensors())
-    q, k, left = score.prepare(q[:, :, :1].detach(), k[:, :, :1].detach())
-    if q.requires_grad or k.requires_grad or left is None:
-        return q.requires_grad or k.requires_grad
-    q, k = q.to(wide_of(q.dtype)), k.to(wide_of(k.dtype))
-    try:
-        return compare_pairs(left, q.unflatten(1, (k.shape[1], -1)), k[:, :, None]).requires_grad
-    except ProblemError:  # the call raises it with its own sizes
-        return False
 
 
 @spec

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 import torch
 from torch import Tensor
 
-from regard.describe.content import values
+from regard.describe.content import reads_learned, values
 from regard.describe.fingerprint import INTERNED, PLAIN, Fingerprint, KindRef, constants, intern, interned, part_key
 from regard.describe.serialized import CALLED, classes, is_serialized_as_it_is, serialize_value
 from regard.describe.suggestions import refuse_arguments, suggest_keywords
@@ -206,6 +206,19 @@ class Spec:
     def has_own_classes(self) -> bool:
         """Whether its class, and those of the specs in it, are all regard's."""
         return self._kind.is_own and all(map(_has_own_classes, self.parts()))
+
+    def may_learn(self) -> bool:
+        """Whether a gradient may be wanted of what it reads: of its tensors, and of what else a user's class reads.
+
+        True of a user's class where that cannot be followed.
+        """
+        if any(t.requires_grad for t in self.tensors()):
+            return True
+        return not self.has_own_classes() and self.reads_learned() is not False
+
+    def reads_learned(self) -> bool | None:
+        """Whether its methods, or objects in its fields, read a tensor that learns; None where that is not known."""
+        return reads_learned([type(self), self.__dict__])
 
     def has_plain_fields(self) -> bool:
         """Whether each field of it, and of the specs in it, can be serialised."""

@@ -11,10 +11,10 @@ from torch import Tensor
 from regard.attention import cast_by_autocast
 from regard.backend.contract import Backend
 from regard.calls import check_unobserved
-from regard.describe.bias import Bias, reads_learned
+from regard.describe.bias import Bias
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import CallSizes, Mask, broadcast_shape_of
-from regard.describe.score import Dot, Score, score_learns
+from regard.describe.score import Dot, Score
 from regard.describe.spec import Spec, bound_to
 from regard.describe.tensors import elements
 from regard.dispatch.choose import check_backend
@@ -143,23 +143,20 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
     mask = None if a.mask is None else bound_to(a.mask, sizes)
     bias = None if a.bias is None else bound_to(a.bias, sizes)
     if torch.is_grad_enabled():
-        _check_learns_by_fields(a, bias)
+        _check_fields_learn(a)
     seed = mixed(draw(), place.rank) if a.dropout else 0
     formula = Formula(mask, bias, a.score, a.scale, a.softcap, float(a.dropout), a.backend, seed)
     return a, sizes, ShardedCall(formula, queries, keys, offset, route_of(mask, sizes, queries, keys))
 
 
-def _check_learns_by_fields(a: Arguments, bias: Bias | None) -> None:
+def _check_fields_learn(a: Arguments) -> None:
     """Raise `RefusalError` where a user's bias or score reads a tensor that learns and is none of its fields."""
-    terms = [] if bias is None else [term for term in bias.terms() if not term.has_own_classes()]
-    found = next((term for term in terms if reads_learned(term.with_tensors(Tensor.detach), a.q.device)), None)
-    if found is None and a.score is not None and not a.score.has_own_classes():
-        score = bound_to(a.score, a.q.shape[1], a.k.shape[1])
-        found = score if score_learns(score.with_tensors(Tensor.detach), a.q, a.k) else None
-    if found is not None:
+    for name, spec in (("bias", a.bias), ("score", a.score)):
+        if spec is None or spec.has_own_classes() or not spec.with_tensors(Tensor.detach).reads_learned():
+            continue
         raise RefusalError(
-            f"{found!r} reads a tensor that requires a gradient and is none of its fields, such as a module's weight: "
-            "over ranks no gradient flows to it. Make it a field."
+            f"{spec!r} reads a tensor that requires a gradient and is none of its fields, such as a module's weight: "
+            f"over ranks no gradient flows to it. Make it a field of the {name}."
         )
 
 

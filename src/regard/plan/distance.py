@@ -9,7 +9,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, bias_learns, values_of
+from regard.describe.bias import Bias, values_of
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.tensors import reads_again
 from regard.lru_cache import LRUCache
@@ -47,7 +47,7 @@ def vectors(problem: Problem, operands: Operands) -> Tensor | None:
         return None
     p, sizes, bias, device = problem, operands.sizes, reduce(add, terms), operands.q.device
     first, count = sizes.offset - (sizes.keys - 1), sizes.queries + sizes.keys - 1
-    if p.grad and bias_learns(bias, device):
+    if p.grad and bias.may_learn():
         return by_distance(bias, p.heads, torch.float32, first, count, device)
     return kept_by_distance(bias, p.heads, torch.float32, first, count, device)
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard.describe.bias import Bias, bias_learns
+from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes
-from regard.describe.score import Dot, Score, score_learns
+from regard.describe.score import Dot, Score
 from regard.describe.spec import bound_to
 from regard.plan.checks import (
     check_device,
@@ -72,7 +72,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         sink=sink is not None,
         dropout=float(dropout),
         offset=offset,
-        grad=torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or _learns(q, k, bias, score)),
+        grad=torch.is_grad_enabled() and _learns(tensors, specs),
         lse=lse,
         transformed=transformed,
         non_contiguous=() if transformed or opaque else _non_contiguous(*((q,) if stored else (q, k, v))),
@@ -84,9 +84,8 @@ def pose(request: Request) -> tuple[Problem, Operands]:
     return problem, Operands(q, k, v, mask, bias, sink, score, stored, offset)
 
 
-def _learns(q: Tensor, k: Tensor, bias: Bias | None, score: Score | None) -> bool:
-    """Whether a user's bias or score reads a tensor that learns and is none of its fields."""
-    return (bias is not None and bias_learns(bias, q.device)) or (score is not None and score_learns(score, q, k))
+def _learns(tensors: tuple[Tensor, ...], specs: list[Bias | Score]) -> bool:
+    return any(t.requires_grad for t in tensors) or any(spec.may_learn() for spec in specs)
 
 
 def capability_of(kind: str, index: int | None) -> tuple[int, int] | None:

@@ -10,13 +10,14 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, TensorBias, reads_learned
+from regard.describe.bias import Bias, TensorBias
 from regard.describe.by_row import bias_by_row, mask_by_row
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.ragged import Ragged
-from regard.describe.score import Score, score_learns
+from regard.describe.score import Score
+from regard.describe.spec import Spec
 from regard.errors import ProblemError
 from regard.plan.checks import check_offset, check_readable, check_specs, row_offsets
 from regard.plan.problem import Sizes
@@ -51,10 +52,10 @@ VALUE = By("{0}, {0}.__class__")
 CONTENT = By("{0} is None", "{0}_content = None if {0} is None else _content({0})")
 """The key of a mask: only whether there is one. Its fingerprint is in the `Sizes`, as a backend may take any mask."""
 
-SCORE = By("None if {0} is None else _score({0}, grad, q, k)")
+TENSORS = By("None if {0} is None else _tensors({0}, grad)")
 """The key of a score: types and sizes of its tensors, so a learned score keeps its plan."""
 
-BIAS = By("None if {0} is None else _bias({0}, grad, q.device)")
+BIAS = By("None if {0} is None else _bias({0}, grad)")
 """The key of a bias: the same; of a `TensorBias` without its queries and keys, which are among the `Sizes`."""
 
 TENSOR = By("None if {0} is None else _tensor({0})")
@@ -80,7 +81,7 @@ class Request(NamedTuple):
     v: Annotated[Any, FORM]
     mask: Annotated[Mask | None, CONTENT] = None
     bias: Annotated[Bias | None, BIAS] = None
-    score: Annotated[Score | None, SCORE] = None
+    score: Annotated[Score | None, TENSORS] = None
     scale: Annotated[float | None, VALUE] = None
     softcap: Annotated[float | None, VALUE] = None
     sink: Annotated[Tensor | None, TENSOR] = None
@@ -133,7 +134,7 @@ def _compile_key() -> Callable[..., tuple[object, Sizes]]:
         f"def key({', '.join(fields)}):\n    grad = is_grad_enabled()\n{before}    return (grad, {entries}), {sizes}"
     )
     scope: dict[str, Any] = {
-        "is_grad_enabled": torch.is_grad_enabled, "_content": _content, "_score": _score, "_tensor": _tensor,
+        "is_grad_enabled": torch.is_grad_enabled, "_content": _content, "_tensors": _tensors, "_tensor": _tensor,
         "_bias": _bias, "Sizes": Sizes, "new": tuple.__new__,
     }  # fmt: skip
     exec(source, scope)  # noqa: S102  # as namedtuple and dataclass make their methods
@@ -147,23 +148,19 @@ def _content(mask: Mask) -> Fingerprint:
     return fingerprint
 
 
-def _score(score: Score, grad: bool, q: Tensor, k: Tensor) -> object:
-    if not score.is_registered() or not (form := score.form()).is_cacheable:
+def _tensors(spec: Spec, grad: bool) -> object:
+    if not spec.is_registered() or not (form := spec.form()).is_cacheable:
         raise NoKeyError
-    learns = grad and not score.is_own() and score_learns(score, q, k)
-    return form, learns, *[_tensor(t) for t in score.tensors()]
+    learns = grad and not spec.has_own_classes() and spec.may_learn()
+    return form, learns, *[_tensor(t) for t in spec.tensors()]
 
 
-def _bias(bias: Bias, grad: bool, device: torch.device) -> object:
+def _bias(bias: Bias, grad: bool) -> object:
     if not bias.is_registered() or not bias.form().is_cacheable:
         raise NoKeyError
     return tuple([
-        _table(term) if type(term) is TensorBias else _term(term, grad, device) for term in bias.terms()
+        _table(term) if type(term) is TensorBias else _tensors(term, grad) for term in bias.terms()
     ])  # fmt: skip
-
-
-def _term(term: Bias, grad: bool, device: torch.device) -> object:
-    return term.form(), grad and reads_learned(term, device), *[_tensor(t) for t in term.tensors()]
 
 
 def _table(term: TensorBias) -> object:
