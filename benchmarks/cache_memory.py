@@ -40,7 +40,8 @@ vocabulary), as growth in MiB: at the peak of the prompt, after it, and after {s
 own process, which reads a short text first; malloc has the system's settings, {threads}
 thread{s}. "Stored" is the cache's own count after the last token. Activations of the prompt, and the part of them that
 malloc does not return, count in all rows (regard_cache returns it to the system after an eviction, and with the
-second token after a prompt); policies keep {budget} tokens per key head."""
+second token after a prompt); policies keep {budget} tokens per key head. `Contiguous()` allocates the
+keys and values of each layer between activations, and glibc fills few of the gaps again."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,11 @@ def run(args: argparse.Namespace) -> int:
         if (args.only or "").lower() in kind.name.lower():
             print(kind.name, file=sys.stderr)
             found[kind.name] = measured(kind, threads=args.threads)
+    with on_threads(args.threads):
+        here = f"{machine()}, transformers {transformers.__version__}"
     about = ABOUT.format(
-        how="./bench cache-memory" + f" --threads {args.threads}" * (args.threads != 1),
-        machine=f"{machine()}, transformers {transformers.__version__}", threads=args.threads,
-        tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (args.threads != 1),
+        how="./bench cache-memory" + f" --threads {args.threads}" * (args.threads != 1), machine=here,
+        threads=args.threads, tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (args.threads != 1),
     )  # fmt: skip
     command.publish_part(
         args.write, PAGE, PART, results_table(found) if args.only else f"{about}\n\n{results_table(found)}"

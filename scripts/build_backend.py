@@ -20,9 +20,9 @@ def __getattr__(name: str) -> Any:
 ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon")
 
 
-def check_isas() -> None:
+def check_isas(settings: Any) -> None:
     """Raise `ValueError` for a wrong `REGARD_ISAS`: as any error of CMake, it would pass for a missing compiler."""
-    given = os.environ.get("REGARD_ISAS", "")
+    given = os.environ.get("REGARD_ISAS") or str((settings or {}).get("cmake.define.REGARD_ISAS", ""))
     if given in ("", "best", "all"):
         return
     unknown = [name for name in given.replace(";", ",").split(",") if name not in ISAS]
@@ -32,13 +32,13 @@ def check_isas() -> None:
 
 def build_editable(folder: str, settings: Any = None, metadata: str | None = None) -> str:
     """Build the wheel of an editable install and return its file name."""
-    check_isas()
+    check_isas(settings)
     return backend.build_editable(folder, settings, metadata)
 
 
 def build_wheel(folder: str, settings: Any = None, metadata: str | None = None) -> str:
     """Build the wheel and return its file name; it has no kernels if it is for any machine."""
-    check_isas()
+    check_isas(settings)
     name: str = backend.build_wheel(folder, settings, metadata)
     if "PIP_BUILD_TRACKER" not in os.environ or not name.endswith("-py3-none-any.whl"):
         return name

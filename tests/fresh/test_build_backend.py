@@ -1,6 +1,7 @@
 """A wheel without kernels never takes the place of one with them: pip does not find it in its cache."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -70,4 +71,13 @@ def test_a_wrong_name_of_a_set_ends_the_build(ours, tmp_path, monkeypatch, isas)
     for build in (ours.build_wheel, ours.build_editable):
         with pytest.raises(ValueError, match=r"^REGARD_ISAS has .*: expected best, all, or some of portable,avx2,"):
             build(str(tmp_path))
+    monkeypatch.delenv("REGARD_ISAS")
+    with pytest.raises(ValueError, match=r"^REGARD_ISAS has "):
+        ours.build_wheel(str(tmp_path), {"cmake.define.REGARD_ISAS": isas})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_names_of_sets_are_those_of_cmake(ours):
+    text = (ROOT / "CMakeLists.txt").read_text()
+    named = re.findall(r"(?:set\(known|list\(APPEND known) ([a-z0-9 ]+)\)", text)
+    assert {"portable", *" ".join(named).split()} == set(ours.ISAS)

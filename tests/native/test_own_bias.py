@@ -1,5 +1,7 @@
 """A bias of a class outside regard: added by every backend, whatever it depends on."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -222,7 +224,7 @@ GLOBAL = torch.ones(3)
 class Held(Bias):
     """Reads what a field holds, and a variable of its module."""
 
-    held: object
+    held: Any
 
     def value(self, b, h, q, k):
         return self.held[0] * GLOBAL[h]

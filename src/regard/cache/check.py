@@ -129,7 +129,7 @@ def _check_policy(evict: object) -> None:
     check_recent(evict)
 
 
-def started(evict: Policy) -> PolicyState:
+def start_policy(evict: Policy) -> PolicyState:
     """The state of a policy for a new cache.
 
     Raises:

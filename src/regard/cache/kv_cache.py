@@ -19,7 +19,7 @@ from regard.cache.check import (
     fits,
     form_of,
     resolve_keys,
-    started,
+    start_policy,
 )
 from regard.cache.dense import DenseStore
 from regard.cache.evict import EvictionState
@@ -169,7 +169,7 @@ class KVCache:
         store, state = self._store, self._policy_state
         if store is None:
             store = _store_for(self.layout, self._stored_as, form_of(k, v, self.layout))
-            state = None if self.evict is None else started(self.evict)
+            state = None if self.evict is None else start_policy(self.evict)
         elif not fits(k, v, store.form):
             check_fits(k, v, store, self.layout)
         check_inference(k, v, "cache")

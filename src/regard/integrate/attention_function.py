@@ -80,8 +80,9 @@ def attention(
         and (not kwargs or kwargs.keys() <= WITHOUT_EFFECT.keys())
         and not (latest.get() or current_observers.get() or current_route.get() or _collector.get())
     ):  # most calls
-        if attention_mask.known is not None:
-            is_like, scale, cap, run, keys, offset = attention_mask.known
+        known = attention_mask.known
+        if known is not None:
+            is_like, scale, cap, run, keys, offset = known
             if (
                 (scaling is scale or (type(scaling) is float and scaling == scale))
                 and softcap is cap

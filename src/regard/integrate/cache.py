@@ -48,7 +48,7 @@ from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Layout
 
 PROMPT = 256
-"""The fewest tokens of a pass that frees so much memory that it is worth milliseconds to return it to the system."""
+"""The fewest tokens of a pass, in all rows, that frees enough memory to spend milliseconds on returning it."""
 
 
 def regard_cache(
@@ -213,7 +213,8 @@ class RegardCache(DynamicCache):
         Between a prompt's activations each layer allocates what stays, so the gaps are too small for the next ones.
         """
         if layer <= self._last_layer:  # another pass
-            self._passes = 0 if key_states.shape[2] >= PROMPT else self._passes + 1
+            tokens = key_states.shape[0] * key_states.shape[2]
+            self._passes = 0 if tokens >= PROMPT else self._passes + 1
             if self._passes == 2 and key_states.device.type == "cpu":
                 trim_heap()
         self._last_layer = layer

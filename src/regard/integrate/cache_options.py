@@ -194,8 +194,10 @@ def _check_kinds(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> N
 
 
 def _check_weights(decoder: Decoder, options: CacheOptions) -> None:
-    """Raise `ProblemError` if policies are to see queries that meet latents, and weights to make these are missing."""
-    for module in filter(None, (module() for module in decoder.expanding if options.policies)):
+    """Raise `ProblemError` if policies are to see queries that meet latents, and the weights for that are quantised."""
+    if not options.policies:
+        return
+    for module in filter(None, (module() for module in decoder.expanding)):
         if not has_matrix(module.kv_b_proj):
             raise ProblemError(
                 f"{options.policies[0]!r} for {decoder.name}: policies see queries that meet latents, made with the "

@@ -74,7 +74,7 @@ def decoder_of(model: Any) -> Decoder:
     text = config.get_text_config(decoder=True)
     source = config if config.is_encoder_decoder and type(text) is type(config) else text
     name = _name(config) if module is None else type(module).__name__
-    _check_takes_caches(model, _taking(module) if module is not None else _class_of(config), name)
+    _check_takes_caches(model, _class_that_takes_caches(module) if module is not None else _class_of(config), name)
     is_paired = config.is_encoder_decoder or source.is_encoder_decoder  # a decoder alone may not be told of its encoder
     if module is None:
         is_latent = any(hasattr(kind, "expand_kv") for kind in classes_of(source))
@@ -150,7 +150,7 @@ def _check_takes_caches(model: Any, kind: type[Any] | None, name: str) -> None:
         )
 
 
-def _taking(module: nn.Module) -> type[nn.Module]:
+def _class_that_takes_caches(module: nn.Module) -> type[nn.Module]:
     """The class whose forward names the cache: in a wrapper that passes keywords on, such as PEFT's, the model's."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     if isinstance(module, PreTrainedModel) or not any(p.kind is p.VAR_KEYWORD for p in parameters):

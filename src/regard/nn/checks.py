@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from regard.cache import KVCache
+from regard.cache.check import start_policy
 from regard.cache.query_observer import QueryObserver
 from regard.describe.score import Dot
 from regard.errors import ProblemError
@@ -47,7 +48,7 @@ def check_observer(cache: KVCache | None, **options: object) -> None:
     if cache is None or cache.evict is None:
         return
     given = [name for name, value in options.items() if value is not None and type(value) is not Dot]
-    if given and isinstance(cache.evict.start(), QueryObserver):
+    if given and isinstance(start_policy(cache.evict), QueryObserver):
         raise ProblemError(
             f"the cache has {cache.evict!r}, which computes attention weights as softmax(scale * q . k), and here they "
             f"have a {' and a '.join(given)}. Use a policy that reads no queries, such as SinksAndRecent or Knorm."
