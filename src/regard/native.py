@@ -112,8 +112,8 @@ def isa() -> str:
     if asked not in here:
         raise ProblemError(
             f"REGARD_ISA is {asked!r}, and regard has kernels for {', '.join(here)} that this machine runs: name one "
-            f"of these, or unset REGARD_ISA to use {here[-1]}. Others need an install with REGARD_ISAS=all, and a machine "
-            "that runs them."
+            f"of these, or unset REGARD_ISA to use {here[-1]}. Others need an install with REGARD_ISAS=all, and a "
+            "machine that runs them."
         )
     return asked
 
