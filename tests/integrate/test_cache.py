@@ -114,15 +114,17 @@ def test_what_a_prompt_frees_goes_back_to_the_system_once(monkeypatch: pytest.Mo
     cache = regard_cache(on_regard("llama"))
     monkeypatch.setattr(cache_module, "trim_heap", lambda: calls.append(cache.get_seq_length()))
 
-    def read(*passes: int) -> list[int]:
+    def read(*passes: int, rows: int = 1) -> list[int]:
         calls.clear()
         for new, layer in itertools.product(passes, range(len(cache.layers))):
-            cache.update(*torch.randn(2, 1, 2, new, 8), layer)
+            cache.update(*torch.randn(2, rows, 2, new, 8), layer)
         return calls
 
     assert read(1, 1, 1, 255, 1, 1, 1) == []
     assert read(300, 1, 1, 1, 1) == [261 + 301]  # before the second token after it is stored
     assert read(256, 256, 1, 5, 1) == [565 + 513]
+    cache.reset()
+    assert read(64, 1, 1, rows=4) == [65]  # tokens of all rows count
 
 
 @pytest.mark.parametrize("words", [{}, {"codec": Int8(16, 64)}, {"layout": Paged(3)}, {"evict": Knorm(20)}], ids=str)

@@ -23,7 +23,7 @@ from regard.attention import attend
 from regard.cache.store import CachedTensor
 from regard.integrate.implementation import is_regard
 from regard.integrate.lazy import LazyTensor
-from regard.plan.checks import has_own_operators
+from regard.nn.projections import opaque_weight
 
 
 class Latents(NamedTuple):
@@ -170,8 +170,8 @@ def why_expanded(module: Any) -> str | None:
     up = module.kv_b_proj
     if type(up) is not nn.Linear:
         return f"its kv_b_proj is a {type(up).__name__}, which must be called"
-    if type(up.weight) is not nn.Parameter and has_own_operators(up.weight):  # torchao quantises the weight alone
-        return f"the weight of its kv_b_proj is a {type(up.weight).__name__}, so the module must be called"
+    if (kind := opaque_weight(up)) is not None:
+        return f"the weight of its kv_b_proj is a {kind}, so the module must be called"
     if "forward" in vars(up) or any(vars(up)[name] for name in ("_forward_hooks", "_forward_pre_hooks")):
         return "hooks on its kv_b_proj must be called"
     return None if cast(Any, up).bias is None else "its kv_b_proj has a bias"

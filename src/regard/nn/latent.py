@@ -26,12 +26,12 @@ from regard.errors import ProblemError
 from regard.nn.call_arguments import both, length_of, observed_mask
 from regard.nn.checks import check_cache, check_flags, check_input, check_observer
 from regard.nn.norm import RMSNorm
-from regard.nn.projections import why_not_linear
+from regard.nn.projections import opaque_weight, why_not_linear
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
-from regard.plan.checks import check_numbers, check_specs, has_own_operators
+from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Latent, Rolling, StoredTensor
 
 
@@ -385,8 +385,7 @@ class LatentAttention(SinkModule):
                 continue
             if (reason := why_not_linear(up, with_hooks=with_hooks)) is not None:
                 return f"{name} {reason}"
-            if type(up.weight) is not nn.Parameter and has_own_operators(up.weight):  # as torchao's quantised ones
-                kind = type(up.weight).__name__
+            if (kind := opaque_weight(up)) is not None:
                 return f"{name} has a weight of the class {kind}, which computes by itself: make it a plain one first"
             if cast(object, up.bias) is not None:
                 return f"{name} has a bias, which its weight does not contain: set the bias to None first"

@@ -6,6 +6,7 @@ Conversions read weights, so they refuse a projection with an adapter, a hook or
 from torch import nn
 
 from regard.errors import RefusalError
+from regard.plan.checks import has_own_operators
 
 
 def check_linear(module: nn.Module, *names: str) -> None:
@@ -50,6 +51,15 @@ def with_forward_of_its_own(projection: nn.Module) -> str | None:
         return None
     kind = type(projection).__name__
     return f"is a {kind} with a forward of its own: merge the adapter first, or put an nn.Linear in its place"
+
+
+def opaque_weight(projection: nn.Linear) -> str | None:
+    """The class of a weight that defines its own operators, so that the module must be called; None of a plain one.
+
+    torchao quantises the weight alone: the projection stays an `nn.Linear`.
+    """
+    weight = projection.weight
+    return type(weight).__name__ if type(weight) is not nn.Parameter and has_own_operators(weight) else None
 
 
 def has_other_forward(module: nn.Module) -> bool:

@@ -98,8 +98,8 @@ class Encoder(SharesTensors):
     """Embeddings, blocks and a norm: tokens to vectors; every token sees every other unless a mask hides it.
 
     Embeddings are drawn from N(0, 1 / d_model) and multiplied by sqrt(d_model) (Vaswani et al. §3.4). Weights of the
-    blocks are drawn from N(0, 1 / inputs); those that write into the skip connections are divided by sqrt(writes), as
-    in GPT-2, so that the variance does not grow with the depth.
+    blocks are drawn from N(0, 1 / inputs); the output projections are divided by sqrt(their number), as in
+    GPT-2, so that the variance does not grow with the depth.
 
     Args:
         vocabulary, d_model: the size of the vocabulary, and the width.

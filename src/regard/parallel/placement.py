@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from regard.attention import attend, attend_state
 from regard.describe.mask import CallSizes, broadcast_shape_of
+from regard.describe.spec import bound_to
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.layout import Layout
 from regard.parallel.ring import ring_attend, ring_attend_state
@@ -178,7 +179,7 @@ def _mask_shape(request: Request) -> tuple[int, int]:
         return 1, 1
     (batch, heads, queries), keys = whole.q.shape[:3], whole.k.shape[2]
     offset = keys - queries if whole.offset is None else whole.offset
-    return broadcast_shape_of(whole.mask.bind(CallSizes(batch, heads, queries, keys, offset)))
+    return broadcast_shape_of(bound_to(whole.mask, CallSizes(batch, heads, queries, keys, offset)))
 
 
 def _local_sink(sink: Tensor | None, q: DTensor) -> Tensor | None:
