@@ -41,7 +41,7 @@ own process, which reads a short text first; malloc has the system's settings, {
 thread{s}. "Stored" is the cache's own count after the last token. Activations of the prompt, and the part of them that
 malloc does not return, count in all rows (regard_cache returns it to the system after an eviction, and with the
 second token after a prompt); policies keep {budget} tokens per key head. `Contiguous()` allocates the
-keys and values of each layer between activations, and glibc fills few of the gaps again."""
+keys and values of each layer between activations, and glibc fills not all of the gaps again."""
 
 
 @dataclass(frozen=True)

@@ -213,12 +213,12 @@ TRAINING = Section(
 )
 
 
-def _decode(heads: int, kv_heads: int, batch: int = 1, queries: int = 1) -> Case:
+def _decode(heads: int, kv_heads: int, batch: int = 1, queries: int = 1, keys: int = 8192, dim: int = 128) -> Case:
     what = "decode" if queries == 1 else f"{queries} queries"
     rows = f", {batch} rows" if batch > 1 else ""
     return Case(
-        f"{what}, {heads}/{kv_heads} heads, 8,192 keys, d 128{rows}",
-        queries, 8192, heads, kv_heads, 128, batch, mask=Causal, cold=True,
+        f"{what}, {heads}/{kv_heads} heads, {keys:,} keys, d {dim}{rows}",
+        queries, keys, heads, kv_heads, dim, batch, mask=Causal, cold=True,
     )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ _STREAMED = _goals(Goal(share=0.80), Goal(share=0.75))
 
 DECODE = Section(
     "Decoding",
-    "One new token, or 8, against 8,192 keys that come from memory, as they do when other layers were read in "
+    "One new token, or 8, against keys that come from memory, as they do when other layers were read in "
     f"between. A limit in GB/s is one read of {STREAMED >> 20} MiB in the same round. A `KVCache` asks Linux for "
     "pages of 2 MiB, "
     "which a core reads faster than the usual ones of 4 KiB, as the tensors of the other cases and the limit are on.",
@@ -242,6 +242,8 @@ DECODE = Section(
         Row(_decode(32, 1)),
         Row(_decode(32, 8, batch=8)),
         Row(_decode(32, 8, queries=8)),
+        Row(_decode(32, 8, batch=32, keys=300)),
+        Row(_decode(8, 8, batch=64, keys=128, dim=64)),
     ),
     BESIDE_LIMIT,
 )

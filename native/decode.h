@@ -61,9 +61,17 @@ struct Decode {
         value_rows = key_rows + DecodeScores<K>::bytes(c.qk_dim);
     }
 
-    // The sums of one span. `next`: rows and a span that come later, which are prefetched.
-    regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Sums &into, const Lanes *next = nullptr,
-                      int64_t next_span = 0) {
+    // What comes later: other rows, and the first block of keys that their schedule lists.
+    struct After {
+        Lanes lanes;
+        Block block;
+
+        int64_t low() const { return block.first + (block.half[0].listed ? 0 : TILE); }
+        int64_t high() const { return block.first + (block.half[1].listed ? BLOCK : TILE); }
+    };
+
+    // The sums of one span. What `after` begins with is prefetched.
+    regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Sums &into, const After *after) {
         into.clear(lanes.count);
         Walk walk(c.by_query, row, c.keys, span * SPAN);
         const int64_t until = (span + 1) * SPAN, group = c.heads / c.kv_heads;
@@ -76,8 +84,8 @@ struct Decode {
                 Sixteens keys, values;
                 if (keys.find(k, span * SPAN, one_page) && values.find(v, span * SPAN, one_page)) {
                     if constexpr (DecodeStream<K>::known)
-                        if (served) return stream(lanes, span * SPAN, keys, values, into, next, next_span * SPAN);
-                    return stream_lines(lanes, span * SPAN, keys.at[0], values.at[0], v, into, next, next_span * SPAN);
+                        if (served) return stream(lanes, span * SPAN, keys, values, into, after);
+                    return stream_lines(lanes, span * SPAN, keys.at[0], values.at[0], v, into, after);
                 }
             }
         Todo both[2], *now = both, *later = both + 1;
@@ -88,7 +96,7 @@ struct Decode {
             key_lines.clear(), value_lines.clear();
             more = find(walk, until, lanes, k, v, *later);
             if (more) list(*later, lanes, k, v);
-            else if (next) ask_for(*next, next_span * SPAN, *later, key_lines, true);
+            else if (after) ask_for(*after, *later, key_lines, true);
             step(*now, lanes, k, v, into);
             Todo *const done = now;
             now = later, later = done;
@@ -124,8 +132,9 @@ struct Decode {
     }
 
     // Lists the first block of other rows: its keys, and perhaps its values.
-    void ask_for(const Lanes &lanes, int64_t first, Todo &room, Lines &lines_of_keys, bool values) {
-        const int64_t kv = lanes.head / (c.heads / c.kv_heads), last = first + least(BLOCK, c.keys - first);
+    void ask_for(const After &after, Todo &room, Lines &lines_of_keys, bool values) {
+        const Lanes &lanes = after.lanes;
+        const int64_t kv = lanes.head / (c.heads / c.kv_heads), first = after.low(), last = least(after.high(), c.keys);
         const Source<K> k(keys_of(c), c.k, lanes.batch, kv, c.qk_dim), v(values_of(c), c.v, lanes.batch, kv, c.v_dim);
         k.find(first, last, room.keys);
         k.list(room.keys, lines_of_keys);
@@ -150,14 +159,14 @@ struct Decode {
 
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
     regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Sums &into,
-                         const Lanes *next, int64_t next_first) {
+                         const After *after) {
         const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, keys.in_one && values.in_one};
         take_queries(lanes);
         memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
         const int ahead = span.of_values.sixteens,
                   count = 1 + int(least(Sixteens::AFTER - 1, ahead * values.bytes / keys.bytes));
-        const int known = next ? find_keys(*next, next_first, count, later) : 0;
+        const int known = after ? find_keys(*after, count, later) : 0;
         keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
         values.follow(ahead, later, keys.bytes, known);
         span.make(keys, queries, lanes.count, scores);
@@ -174,10 +183,10 @@ struct Decode {
         return REGARD_DONE;
     }
 
-    // The addresses of up to `count` times 16 keys of other rows from a token on. How many are known.
-    int find_keys(const Lanes &lanes, int64_t token, int count, const char **to) const {
-        const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / (c.heads / c.kv_heads), c.qk_dim);
-        return Sixteens::found(k, token, count, to);
+    // The addresses of up to `count` times 16 keys of other rows. How many are known.
+    int find_keys(const After &after, int count, const char **to) const {
+        const Source<K> k(keys_of(c), c.k, after.lanes.batch, after.lanes.head / (c.heads / c.kv_heads), c.qk_dim);
+        return Sixteens::found(k, after.block.first, count, to);
     }
 
     // Weights of a block that all rows see. `before(r)` is called before those of row r.
@@ -190,7 +199,7 @@ struct Decode {
 
     // The same where values are not read in order, with every line asked for by a list.
     regard_status stream_lines(const Lanes &lanes, int64_t first, const char *keys, const char *values,
-                               const Source<K> &v, const Sums &into, const Lanes *next, int64_t next_first) {
+                               const Source<K> &v, const Sums &into, const After *after) {
         const int64_t key = c.qk_dim * int64_t(sizeof(S)), value = c.v_dim * int64_t(sizeof(S));
         const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
         Todo todo;
@@ -200,7 +209,7 @@ struct Decode {
         key_lines.add(keys + BLOCK * key, (SPAN - BLOCK) * key);
         key_lines.add(values, BLOCK * value, step);
         value_lines.add(values + BLOCK * value, (SPAN - BLOCK) * value, step);
-        if (next) ask_for(*next, next_first, todo, value_lines, next_first + SPAN > c.keys);
+        if (after) ask_for(*after, todo, value_lines, after->block.first + SPAN > c.keys);
         const int made =
             DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, lanes.count, key_lines);
         value_lines.share(DecodeValues<K>::asks(SPAN, c.v_dim, lanes.count));

@@ -95,8 +95,12 @@ struct DecodeValues {
     // How many times `mix` goes through the tokens.
     template <int N>
     static int64_t times(int64_t dim) {
-        const int64_t left = dim % (N * W), four = N > 4 && left >= 4 * W;
-        return dim / (N * W) + four + (left - four * 4 * W + W - 1) / W;
+        int64_t left = dim % (N * W);
+        const int64_t four = N > 4 && left >= 4 * W;
+        left -= four * 4 * W;
+        const int64_t two = N > 2 && W == 16 && left >= 2 * W;
+        left -= two * 2 * W;
+        return dim / (N * W) + four + two + (left + W - 1) / W;
     }
 
     // The groups that vectors of dims are of.
@@ -178,6 +182,10 @@ struct DecodeValues {
         if constexpr (N > 4)
             if (d + 4 * W <= dim)
                 mix_dims<R, 4, false, Form, scaled>(found, low, high, r, d, w, out, lines), d += 4 * W;
+        // 32 dims with vectors of 16: in the order of memory
+        if constexpr (N > 2 && W == 16)
+            if (d + 2 * W <= dim)
+                mix_dims<R, 2, false, Form, scaled>(found, low, high, r, d, w, out, lines), d += 2 * W;
         for (; d < dim; d += W) {
             if (d + W <= dim) mix_dims<R, 1, false, Form, scaled>(found, low, high, r, d, w, out, lines);
             else if constexpr (!scaled) mix_dims<R, 1, true, Form, false>(found, low, high, r, d, w, out, lines);

@@ -146,16 +146,34 @@ struct ForwardPass {
         const Lanes lanes = cut.lanes(unit);
         Rows rows(c, scratch);
         char *part = scratch + Rows::bytes(c) - Rows::Sums::bytes(c);
-        if (regard_status bad = rows.run(lanes, cut.row(lanes), 0, Rows::Sums::at(c, part))) return bad;
+        typename Rows::After after;
+        const bool more = !is_near() && follows(unit + c.threads, after);
+        const auto into = Rows::Sums::at(c, part);
+        if (regard_status bad = rows.run(lanes, cut.row(lanes), 0, into, more ? &after : nullptr)) return bad;
         rows.finish(lanes, part, 0, 1);
         return REGARD_DONE;
+    }
+
+    // Whether all keys and values may still be in the second cache from an earlier call. To prefetch them then takes up
+    // to 1.2 times as long, else 0.3 to 0.9 (Zen 4).
+    bool is_near() const {
+        const int64_t of_key = (c.qk_dim + c.v_dim) * int64_t(sizeof(typename K::Stored));
+        return c.batch * c.kv_heads * c.keys * of_key <= caches().second;
     }
 
     // What a unit begins with, if there is one: probably this thread's next.
     bool follows(int64_t unit, typename Forward<K>::After &after) const {
         if (unit >= cut.units * cut.spans) return false;
         after.strip = strip(unit / cut.spans);
-        return Walk(c.by_query, after.strip.row[0], c.keys, unit % cut.spans * SPAN).next(c.keys, after.block);
+        return first_block(after.strip.row[0], unit, after.block);
+    }
+    bool follows(int64_t unit, typename Rows::After &after) const {
+        if (unit >= cut.units * cut.spans) return false;
+        after.lanes = cut.lanes(unit / cut.spans);
+        return first_block(cut.row(after.lanes), unit, after.block);
+    }
+    bool first_block(int64_t row, int64_t unit, Block &block) const {
+        return Walk(c.by_query, row, c.keys, unit % cut.spans * SPAN).next(c.keys, block);
     }
 
     // The tiles of a unit.
@@ -191,11 +209,10 @@ struct ForwardPass {
         const Lanes lanes = cut.lanes(unit / cut.spans);
         const int64_t number = unit % cut.spans;
         if (few || cut.rows) {
-            const int64_t after = unit + c.threads;  // probably this thread's
-            const bool more = after < cut.units * cut.spans;
-            const Lanes next = cut.lanes(more ? after / cut.spans : 0);
+            typename Rows::After after;
+            const bool more = follows(unit + c.threads, after);
             return Rows(c, scratch)
-                .run(lanes, cut.row(lanes), number, Rows::Sums::at(c, into), more ? &next : nullptr, after % cut.spans);
+                .run(lanes, cut.row(lanes), number, Rows::Sums::at(c, into), more ? &after : nullptr);
         }
         if constexpr (!few) {
             typename Forward<K>::After after;

@@ -191,7 +191,7 @@ def test_another_float_type_halves_the_bytes_and_is_returned_as_it_is():
     assert (keys.dtype, keys.parts[0].data.dtype) == (torch.float32, torch.float16)
     assert torch.equal(values.dense(), v.half().float())
     assert cache.bytes == 71 * 2 * 3 * (5 + 7) * 2
-    assert cache.allocated_bytes == cache.bytes
+    assert cache.allocated_bytes == cache.bytes * 79 // 71  # an eighth to spare
     same = KVCache(codec=torch.float32).append(k, v)[0]
     assert isinstance(same, Tensor)  # the type that they come in: nothing to say
 

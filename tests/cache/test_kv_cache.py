@@ -106,6 +106,20 @@ def test_every_layout_takes_every_codec_and_policy(layout: str, codec: str, poli
     assert (cache.tokens, cache.tokens_seen, cache.bytes, cache.allocated_bytes) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", ["contiguous", "paged", "latent"])
+def test_the_first_tokens_after_a_prompt_need_no_new_memory(layout: str, codec: str):
+    if not goes_together(layout, codec, "none"):
+        return
+    cache = KVCache(LAYOUTS[layout], CODECS[codec])
+    cache.append(*tokens_of(LAYOUTS[layout], 1000))
+    allocated = cache.allocated_bytes
+    for _ in range(100):
+        cache.append(*tokens_of(LAYOUTS[layout], 1))
+    assert allocated <= cache.allocated_bytes < 1.1 * allocated  # the few plain pages of a codec may have doubled
+    assert cache.allocated_bytes < 1.3 * cache.bytes
+
+
 @pytest.mark.parametrize("codec", [name for name in CODECS if name != "int8 rotated"])
 @pytest.mark.parametrize("layout", ["contiguous", "rolling with a rope", "paged", "latent"])
 def test_attention_to_what_a_cache_gives_is_that_to_its_numbers_bit_by_bit(layout: str, codec: str):

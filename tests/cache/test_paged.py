@@ -196,7 +196,7 @@ def test_eviction_gives_the_memory_of_pages_of_its_own_back(codec: Codec | None)
     branch = copy.deepcopy(cache)
     before = [dense(t) for t in branch.append(*nothing)]
     cache.append(k[:, :, :1], v[:, :, :1])
-    assert cache.allocated_bytes > whole  # the copy holds all
+    assert cache.allocated_bytes >= whole  # the copy needs all pages
     assert all(torch.equal(dense(t), old) for t, old in zip(branch.append(*nothing), before, strict=True))
     branch.append(k[:, :, :1], v[:, :, :1])  # from here on nobody does
     other.append(k[:, :, :1], v[:, :, :1])

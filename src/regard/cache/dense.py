@@ -1,4 +1,4 @@
-"""`Contiguous`, plain: keys and values in contiguous memory that grows by doubling.
+"""`Contiguous`, plain: keys and values in contiguous memory that grows by doubling, and at first has an eighth to spare.
 
 `append` returns views, so a step copies only its own tokens; concatenating tensors at each step would copy all earlier
 tokens every time. If elements are stored in another dtype than they arrive in, `append` returns handles of one part.
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.store import CachedTensor, Form, allocate_both, as_cached, check_capacity
+from regard.cache.store import CachedTensor, Form, allocate_both, as_cached, check_capacity, with_spare
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous
 
@@ -78,7 +78,7 @@ class DenseStore:
 
     def keep(self, index: Tensor) -> None:
         kept = index.shape[2]
-        memory = allocate_both(self.form, self.form.batch, self.limit or max(MIN_TOKENS, kept + kept // 8), self._dtype)
+        memory = allocate_both(self.form, self.form.batch, self.limit or max(MIN_TOKENS, with_spare(kept)), self._dtype)
         for old, new in zip(self._memory, memory, strict=True):
             if old.is_cpu:  # copies whole tokens, 20 times faster than `gather`, which copies single elements
                 for b, h in itertools.product(range(old.shape[0]), range(old.shape[1])):
@@ -97,7 +97,7 @@ class DenseStore:
     def _grow(self, tokens: int) -> None:
         """Allocate memory for `tokens` tokens, and copy the stored tokens."""
         check_capacity(self.limit, self.tokens, tokens - self.tokens)
-        capacity = self.limit or max(tokens, 2 * self._capacity, MIN_TOKENS)
+        capacity = self.limit or max(with_spare(tokens), 2 * self._capacity, MIN_TOKENS)
         memory = allocate_both(self.form, self.form.batch, capacity, self._dtype)
         for old, new in zip(self._memory, memory, strict=False):
             self._stored(new).copy_(self._stored(old))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.cache.page_memory import CodedPageMemory, KeyScales, PlainPageMemory
 from regard.cache.pages import BlockTable, Page, PageAllocator, PrefixNode
-from regard.cache.store import Form
+from regard.cache.store import Form, with_spare
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 
@@ -115,12 +115,12 @@ class PageStorage:
         )
 
     def reserve(self, plain: int, coded: int) -> None:
-        """Have memory for this many plain and coded pages in use; it grows by doubling."""
+        """Have memory for this many plain and coded pages in use; it grows by doubling, at least an eighth beyond them."""
         for pages, memory, used in ((self.plain, self.plain_memory, plain), (self.coded, self.coded_memory, coded)):
             if memory is None:
                 continue
             if used > memory.pages:
-                count = max(used, 2 * memory.pages, -(-MIN_TOKENS // self.page))
+                count = max(with_spare(used), 2 * memory.pages, -(-MIN_TOKENS // self.page))
                 if self.limit is not None:
                     count = self.limit if self.codec is None else min(count, self.limit)
                 memory.grow(count)
@@ -143,7 +143,7 @@ class PageStorage:
     def shrink(self) -> None:
         """Free memory of which less than half is in use. Free pages there can no longer be found by their tokens."""
         for pages, memory in ((self.plain, self.plain_memory), (self.coded, self.coded_memory)):
-            count = max(pages.used + pages.used // 8, -(-MIN_TOKENS // self.page))
+            count = max(with_spare(pages.used), -(-MIN_TOKENS // self.page))
             if memory is None or memory.pages < 2 * count:
                 continue
             memory.shrink([page.index for page in pages.in_use], count)

@@ -25,6 +25,7 @@ from regard.cache.store import (
     check_has_data,
     select_rows,
     token_scales_error,
+    with_spare,
 )  # fmt: skip
 from regard.errors import ProblemError
 from regard.storage.codec import Codec, Codes
@@ -207,7 +208,7 @@ class QuantisedStore:
         mixed = bool(coded.numel()) and (int(coded.min()) < sinks or int(coded.max()) >= tail)
         ranges = [torch.arange(r.slot, r.end, device=index.device) for r in self._ranges]
         slots = torch.cat(ranges or [index.new_empty(0)])
-        capacity = max(self._code_capacity or self._round_up(count + count // 8), self._round_up(count))
+        capacity = max(self._code_capacity or self._round_up(with_spare(count)), self._round_up(count))
         left: list[tuple[Tensor, Tensor, list[Tensor]]] = []
         for m in self._memories:
             plain = (m.sinks.narrow(2, 0, sinks), m.tail.narrow(2, self._begin, self._end - self._begin))
@@ -334,7 +335,7 @@ class QuantisedStore:
         is_too_large = known is not None and wanted <= known < capacity
         if end + count <= capacity and not is_too_large:
             return
-        grown = max(wanted, 2 * capacity if known is None else known)
+        grown = max(self._round_up(with_spare(wanted)), 2 * capacity) if known is None else max(wanted, known)
         moved = [m.codes.moved(grown, begin, end) for m in self._memories]  # there may be no memory for the values
         for m, tensors in zip(self._memories, moved, strict=True):
             m.codes.tensors, m.codes.capacity = tensors, grown
