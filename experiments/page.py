@@ -27,7 +27,7 @@ SHARED = {"page", "record", "tiny_model"}
 INTRODUCTION = """\
 # Experiments: the claims about attention, tried
 
-Each claim is tried by one script over the public functions of regard. A script prints what is expected and who says
+Each claim is tried by one script that uses regard and its packages. A script prints what is expected and who says
 so, what was measured, and a verdict that thresholds in the script decide: *holds*, *holds in part* (some of its checks
 hold), *does not hold here*. "Here" is meant: small models, minutes on two CPU cores.
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from regard import native
-from regard.dispatch import choose
-from regard.dispatch import plan_cache as known
+from regard.dispatch import plan_cache
 from tests.triton_interpreter import make_faster
 
 # A law that fails fails for everybody. To look for new failures: ./test --hypothesis-profile=search tests/laws
@@ -76,14 +75,18 @@ def seed() -> None:
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def no_plans() -> Iterator[None]:
+    """Regard as in a process that has made no call; what the test plans is forgotten after it."""
+    plan_cache.forget()
+    yield
+    plan_cache.forget()
+
+
+@pytest.fixture
+def no_library(no_plans: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Regard as it is where no compiler was: without its library, and without the plans that were made with it."""
     monkeypatch.setattr(native, "_find", lambda: str(tmp_path / native.LIBRARY))
     monkeypatch.setenv("REGARD_QUIET", "1")
-    choose._plans.clear()
-    monkeypatch.setattr(known, "_calls", {})
-    yield
-    choose._plans.clear()
 
 
 @pytest.hookimpl(tryfirst=True)

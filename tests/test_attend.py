@@ -222,17 +222,59 @@ def test_a_function_that_is_entered_twice_leaves_once_each():
     assert len(calls) == 3
 
 
-def test_a_call_that_an_observer_makes_has_dropped_nothing():
-    q, dropped = torch.randn(1, 1, 3, 7), []
+def test_a_change_may_compute_a_call_again_with_another_mask():
+    q = torch.randn(1, 2, 5, 7)
+    mask = Causal() & MaskFunction(lambda b, h, q, k: k != 1)
+    with replace_outputs(lambda call: attend(call.q, call.k, call.v, mask=mask, scale=call.scale)):
+        out = attend(q, q, q, mask=Causal())
+    assert torch.equal(out, attend(q, q, q, mask=mask))
+
+
+def test_a_call_that_an_observer_makes_has_dropped_nothing_and_only_observers_of_its_own():
+    q, outside, inside = torch.randn(1, 1, 3, 7), [], []
 
     def change(call: Call) -> torch.Tensor:
-        dropped.append(call.dropped)
-        return call.out if len(dropped) > 1 else attend(q, q, q)
+        with observe_calls(lambda own: inside.append(own.dropped)):
+            return attend(q, q, q)
 
-    with replace_outputs(change), replace_outputs(change), after_dropped(4):
+    with observe_calls(lambda call: outside.append(call.dropped)), replace_outputs(change), after_dropped(4):
         attend(q, q, q)
         attend(q, q, q)
-    assert dropped == [4, 0, 0, 4, 4, 4]
+    assert outside == [4, 4]
+    assert inside == [0, 0]
+
+
+def test_an_observer_may_enter_and_leave_blocks():
+    q, seen = torch.randn(1, 1, 3, 7), []
+    later, ending = scaled_by(2), scaled_by(3)
+    plain = attend(q, q, q)
+    next(ending)
+
+    def observer(call: Call) -> None:
+        seen.append(call)
+        if len(seen) == 1:
+            next(later)
+            ending.close()
+
+    with observe_calls(observer):
+        attend(q, q, q)
+        assert torch.equal(attend(q, q, q), plain * 2)
+    later.close()
+    assert active_observers() == ()
+    assert len(seen) == 2
+
+
+def test_an_observer_that_fails_leaves_the_observers_as_they_were():
+    q, calls = torch.randn(1, 1, 3, 7), []
+
+    def fail(call: Call) -> torch.Tensor:
+        raise RuntimeError("once")
+
+    with observe_calls(calls.append):
+        with pytest.raises(RuntimeError, match="once"), replace_outputs(fail):
+            attend(q, q, q)
+        attend(q, q, q)
+    assert len(calls) == 2
 
 
 def test_a_change_that_ends_in_another_context_has_ended_everywhere():

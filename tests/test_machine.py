@@ -1,10 +1,18 @@
-"""What Linux says of the machine."""
+"""What Linux says of the machine, and the compiler that torch takes."""
 
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from regard import machine
+from regard import RefusalError, explain, machine
+from regard.backend import flex
+from regard.cli.diagnosis import diagnose
 
 
 @pytest.fixture
@@ -44,3 +52,69 @@ def test_where_the_system_does_not_tell_there_are_no_sizes_and_no_model(
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine, "CACHES", tmp_path)
     assert (machine.cache_sizes(), machine.model()) == ({}, "")
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The one folder on the path, without compilers."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable names a compiler, torch has not read its settings, and regard has not looked."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    flex._lacking.cache_clear()
+    yield
+    flex._lacking.cache_clear()
+
+
+def program(path: Path) -> str:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of the compiler is that of Linux")
+def test_the_compiler_is_the_one_that_cxx_names_or_else_g_plus_plus(tools: Path, monkeypatch: pytest.MonkeyPatch):
+    program(tools / "clang++")
+    program(tools / "c++")
+    assert machine.torch_compiler() is None
+    usual = program(tools / "g++")
+    assert machine.torch_compiler() == usual
+    monkeypatch.setenv("CXX", "missing")
+    assert machine.torch_compiler() is None
+    monkeypatch.setenv("CXX", usual)
+    assert machine.torch_compiler() == usual
+
+
+@pytest.mark.parametrize("names", ["c++", (None, "missing", "clang++"), (None, "missing")])
+def test_torch_takes_the_compiler_that_is_found(names: Any, tools: Path, monkeypatch: pytest.MonkeyPatch):
+    program(tools / "clang++")
+    program(tools / "c++")
+    builder = importlib.import_module("torch._inductor.cpp_builder")
+    builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setattr(builder.config.cpp, "cxx", names)
+    try:
+        expected = shutil.which(builder.get_cpp_compiler())
+    except RuntimeError:
+        expected = None
+    builder.cpp_compiler_search.cache_clear()
+    assert machine.torch_compiler() == expected
+
+
+@pytest.mark.usefixtures("unread")
+def test_flex_and_the_doctor_look_for_the_same_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flex, "python_header", lambda: "Python.h")
+    monkeypatch.setenv("CXX", str(tools / "mine"))
+    q = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(RefusalError, match=r"a C\+\+ compiler on cpu, and finds no .*mine"):
+        explain(q, q, q, backend="flex")
+    assert diagnose()["compiler"]["c++"] is None
+    program(tools / "mine")
+    flex._lacking.cache_clear()
+    assert explain(q, q, q, backend="flex").backend == "flex"
+    assert diagnose()["compiler"]["c++"] == str(tools / "mine")

@@ -1,13 +1,27 @@
 """Calls on stored keys and values: every engine takes them, and gives what it gives for the tensors they stand for."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from regard import Alibi, Causal, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain, observe_calls
-from regard.cache import Int4, Int8, StoredTensor
+from regard import (
+    Alibi,
+    Causal,
+    Mask,
+    ProblemError,
+    T5Bias,
+    TensorBias,
+    Window,
+    attend,
+    attend_state,
+    explain,
+    observe_calls,
+)
+from regard.cache import Int4, Int8, KVCache, Paged, StoredTensor
 from regard.extend import Bias, spec
 from regard.scores import Cosine
 from regard.storage.hadamard import hadamard
@@ -164,6 +178,28 @@ def test_masked_nan_in_stored_values_never_shows() -> None:
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize(
+    "bias", [Alibi(6), T5Bias(normal(32, 6)), Alibi(6) + T5Bias(normal(32, 6))], ids=["alibi", "t5", "sum"]
+)
+def test_biases_of_distances_are_at_the_positions_of_each_row(
+    bias: Bias, queries: int, dtype: torch.dtype, engine: str
+) -> None:
+    q, k, v = Q[:, :, :queries].to(dtype), K.to(dtype), V.to(dtype)
+    for lengths in ([83, 40], [21, 83]):  # the second call does not take the positions of the first
+        ends = torch.tensor(lengths)
+        stored = [paged(t, 16) for t in (k, v)]
+        rows = [StoredTensor((s.parts[0]._replace(row_ends=ends),), tuple(s.shape), s.dtype, ends) for s in stored]  # pyright: ignore[reportArgumentType]
+        found = attend(q, rows[0], rows[1], mask=Causal(), bias=bias, backend=engine)
+        for row, n in enumerate(lengths):
+            one = slice(row, row + 1)
+            alone = attend(q[one], k[one, :, :n], v[one, :, :n], mask=Causal(), bias=bias, backend=engine)
+            near = 2e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(found[one], alone, rtol=near, atol=near)
+
+
 @spec
 class OfPositions(Bias):
     """A bias of the positions of query and key."""
@@ -176,7 +212,6 @@ class OfPositions(Bias):
     ("call", "what"),
     [
         (lambda: attend(Q, *ragged([83, 40]), offset=3), "omit it, then the last query of each row"),
-        (lambda: attend(Q, *ragged([83, 40]), bias=Alibi(6)), "row by row"),
         (lambda: attend(Q, *ragged([83, 40]), bias=OfPositions()), "row by row"),
         (lambda: attend(Q, *ragged([83, 40]), bias=TensorBias(normal(83, 83), offset=0)), "without an offset"),
         (lambda: attend(Q, paged(K, 3), "v"), "v is str"),  # pyright: ignore[reportArgumentType]
@@ -187,7 +222,7 @@ class OfPositions(Bias):
         (lambda: attend(Q, StoredTensor((plain(K),), (2, 3, 83, 8), K.dtype, rotated=True), V), "one cache"),
         (lambda: attend(Q, *ragged([83, 40]), mask="causal"), r"the text 'causal'.* say mask=Causal\(\)"),  # pyright: ignore[reportArgumentType]
     ],
-    ids=["offset", "bias", "own bias", "placed bias", "type", "tokens", "dtype", "batch", "lengths", "rotated", "mask"],
+    ids=["offset", "own bias", "placed bias", "type", "tokens", "dtype", "batch", "lengths", "rotated", "mask"],
 )
 def test_calls_that_make_no_sense_are_refused(call: Any, what: str) -> None:
     with pytest.raises(ProblemError, match=what):
@@ -200,3 +235,28 @@ def test_a_bias_tensor_goes_with_rows_of_different_lengths() -> None:
     found = attend(Q, k, v, bias=TensorBias(table))
     alone = attend(Q[1:], K[1:, :, :40], V[1:, :, :40], bias=TensorBias(table[..., :40]))
     assert torch.allclose(found[1:], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": Paged(page=16)}, {"codec": torch.float64}, {"codec": Int8()}], ids=str
+)
+def test_keys_and_values_in_a_cache_keep_their_tangents(options: dict[str, Any]):
+    q, k, v, tangent = torch.randn(4, 1, 2, 40, 8)
+    with dual_level():
+        cache = KVCache(**options)
+        k, v = make_dual(k, tangent), make_dual(v, tangent)
+        cache.append(k[:, :, :30], v[:, :, :30])
+        out = attend(q[:, :, 30:], *cache.append(k[:, :, 30:], v[:, :, 30:]), mask=Causal())
+        expected = unpack_dual(attend(q, k, v, mask=Causal())).tangent
+        torch.testing.assert_close(unpack_dual(out).tangent, expected[:, :, 30:])
+
+
+@pytest.mark.parametrize("is_dual", [False, True])
+def test_codes_of_keys_and_values_with_tangents_are_refused(is_dual: bool):
+    q, k, v = torch.randn(3, 1, 2, 100, 8)
+    with dual_level():
+        cache = KVCache(codec=Int8())
+        handles = cache.append(k, make_dual(v, v) if is_dual else v)
+        with pytest.raises(ProblemError, match="codes, which have no tangents") if is_dual else nullcontext():
+            out = attend(make_dual(q, q), *handles, mask=Causal())
+            assert unpack_dual(out).tangent is not None

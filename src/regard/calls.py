@@ -27,8 +27,9 @@ class Call:
 
     `mask` and `bias` are bound to the sizes of the call; `scale` and `offset` have their defaults filled in; `out`
     includes the sink, `lse` does not. `dropped` tokens of the text are no longer among the keys: the cache of a module
-    dropped them. Query i is at position offset + i among the keys, and dropped + offset + i in the text; where each
-    batch row has an offset of its own, `starts` has these, and `offset` is 0.
+    dropped them; if `has_gaps`, not only the first ones. Query i is at position offset + i among the keys, and
+    dropped + offset + i in the text; where each batch row has an offset of its own, `starts` has these, and `offset`
+    is 0.
     """
 
     q: Tensor
@@ -47,6 +48,7 @@ class Call:
     lse: Tensor
     dropped: int = 0
     starts: tuple[int, ...] | None = None
+    has_gaps: bool = False
 
 
 Observers = tuple["_Observer", ...]
@@ -80,7 +82,8 @@ def active_observers() -> Observers:
 def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
     """Pass each call of `attend` and `attend_state` made inside, in this thread, to `observer`.
 
-    Calls that torch traces are not passed, as they are not run.
+    Calls that torch traces are not passed, as they are not run. Calls that an observer makes itself have no observers,
+    except in a block that it enters.
 
     >>> import torch
     >>> from regard import attend
@@ -104,7 +107,8 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
     For ablating heads, or weighting them. `change` returns [batch, heads, queries, v_dim] in the dtype of `call.out`:
     the output of each head before any output projection mixes the heads. Gradients flow through it. Observers and
     changes run in the order in which they were entered, and each sees the output as those before left it. Outputs of
-    `attend_state`, of parts that are merged later, are replaced as well. Calls that torch traces are not.
+    `attend_state`, of parts that are merged later, are replaced as well. Calls that torch traces are not. Calls that
+    `change` makes itself are not either: it may compute a call again, such as with another mask.
 
     Raises:
         ProblemError: `change` returns another shape or dtype.
@@ -120,20 +124,21 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
         yield
 
 
-_dropped: ContextVar[int] = ContextVar("dropped", default=0)
+_dropped: ContextVar[tuple[int, bool]] = ContextVar("dropped", default=(0, False))
+"""`Call.dropped` and `Call.has_gaps`."""
 
 
-def after_dropped(tokens: int) -> AbstractContextManager[None]:
-    """Within the block, `tokens` tokens of the text are no longer among the keys: `Call.dropped`.
+def after_dropped(tokens: int, has_gaps: bool = False) -> AbstractContextManager[None]:
+    """Within the block, `tokens` tokens of the text are no longer among the keys: `Call.dropped` and `Call.has_gaps`.
 
     For modules whose caches drop tokens. Calls that torch traces have no observers, so there it does nothing.
     """
-    return nullcontext() if is_compiling() or not tokens else _entered_dropped(tokens)
+    return nullcontext() if is_compiling() or not tokens else _entered_dropped(tokens, has_gaps)
 
 
 @contextmanager
-def _entered_dropped(tokens: int) -> Generator[None]:
-    token = _dropped.set(tokens)
+def _entered_dropped(tokens: int, has_gaps: bool) -> Generator[None]:
+    token = _dropped.set((tokens, has_gaps))
     try:
         yield
     finally:
@@ -184,6 +189,17 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
         active_observers()
 
 
+@contextmanager
+def _unobserved() -> Generator[None]:
+    """Within the block there are no observers but those that are entered in it, which stay if they are not left."""
+    before = active_observers()
+    current_observers.set(())
+    try:
+        yield
+    finally:
+        current_observers.set((*before, *current_observers.get()))
+
+
 def check_unobserved(function: str) -> None:
     """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`: the function makes no `Call`."""
     if active_observers():
@@ -197,11 +213,12 @@ def pass_to_observers(observers: Observers, request: Request, plan: Plan, operan
     """The state with the output that the observers leave."""
     o, p = gathered(operands), plan.problem
     starts = row_offsets(request.offset, request.q) or row_starts(o.mask, o.bias, p.queries)
+    dropped, has_gaps = _dropped.get()
     call = Call(
         o.q, o.k, o.v, o.mask, o.bias, request.score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
-        state.lse, _dropped.get(), starts,
+        state.lse, dropped, starts, has_gaps,
     )  # fmt: skip
-    with _entered_dropped(0) if call.dropped else nullcontext():  # calls that observers make are calls of their own
+    with _unobserved(), _entered_dropped(0, False) if dropped else nullcontext():  # their calls are calls of their own
         for observer in observers:
             if (out := observer(call)) is not None:
                 call = replace(call, out=_fitting(out, call.out))

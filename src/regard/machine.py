@@ -1,8 +1,13 @@
-"""What the machine is: the name and the model of its processor, and the sizes of its caches."""
+"""What the machine is and has: its processor, the sizes of its caches, and what torch.compile needs on CPU."""
 
+import os
 import platform
 import re
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -34,6 +39,32 @@ def cache_sizes() -> dict[int, int]:
         if kind != "Instruction" and (kib := re.fullmatch(r"(\d+)K", size)):
             found[int(level)] = int(kib[1]) << 10
     return found
+
+
+def torch_compilers() -> tuple[str, ...]:
+    """The C++ compilers that torch.compile tries on CPU, in order: those of torch's setting `cpp.cxx`.
+
+    When torch reads its settings they are CXX, or else one name (torch 2.13, torch/_inductor/config.py). A g++ that
+    torch may download (TORCH_INDUCTOR_INSTALL_GXX) is left out.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return (os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"),)
+    names = config.cpp.cxx
+    return tuple(filter(None, names if isinstance(names, (list, tuple)) else [names]))
+
+
+def torch_compiler() -> str | None:
+    """The path of the C++ compiler that torch.compile uses on CPU; None where it finds none."""
+    return next(filter(None, map(shutil.which, torch_compilers())), None)
+
+
+def python_header() -> str | None:
+    """The path of `Python.h`, which kernels of torch.compile include on CPU; None where torch does not find it."""
+    folders = [sysconfig.get_path("include"), sysconfig.get_path("include", scheme="posix_prefix")]
+    if sys.platform == "darwin":  # a Python that is a framework
+        folders.append(str(Path(sysconfig.get_path("stdlib")).parents[1] / "Headers"))
+    return next((str(file) for folder in folders if (file := Path(folder, "Python.h")).is_file()), None)
 
 
 def _cpuinfo() -> list[tuple[str, str]]:

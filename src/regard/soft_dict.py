@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.describe.score import Dot, Score, compare_pairs
+from regard.describe.spec import bound_to
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError
 from regard.wide import wide_of
@@ -116,7 +117,7 @@ class SoftDict:
 
     def _scores(self, queries: Tensor) -> Tensor:
         """[queries, keys], in float32 or float64."""
-        score = (self.score or Dot()).bind(1, 1)
+        score = bound_to(self.score or Dot(), 1, 1)
         score.dim(queries.shape[1], self.keys.shape[1])
         wide = wide_of(self.keys.dtype)
         with torch.autocast(self.keys.device.type, enabled=False):

@@ -72,11 +72,38 @@ def test_a_file_that_is_gone_is_found(tmp_path: Path):
     assert missing_files(tmp_path / "there.md") == ["plan/gone.py"]
 
 
+def unnamed_files(page: Path) -> list[str]:
+    """Source files beside a page that it does not name; `sharded_cache.py` is no mention of `cache.py`."""
+    text = page.read_text()
+    files = [file.name for file in page.parent.iterdir() if file.suffix in (".py", ".cpp", ".h", ".js")]
+    return [
+        name for name in sorted(files) if name != "__init__.py" and not re.search(rf"(?<!\w){re.escape(name)}", text)
+    ]
+
+
 def test_each_file_of_a_package_is_on_the_page_of_the_package():
-    pages = [ROOT / "native/README.md", *(ROOT / "src/regard").glob("*/README.md")]
-    files = [(page, file) for page in pages for file in page.parent.glob("*.*") if file.suffix in (".py", ".cpp")]
-    unnamed = [file for page, file in files if file.stem != "__init__" and file.name not in page.read_text()]
-    assert unnamed == []
+    pages = [ROOT / "native/README.md", *(ROOT / "src/regard").rglob("README.md")]
+    assert {page.relative_to(ROOT).as_posix(): names for page in pages if (names := unnamed_files(page))} == {}
+
+
+UNLISTED = {
+    "backend", "bench", "cli", "cost", "describe", "dispatch", "evaluate", "evaluate/ruler", "flex", "gpu",
+    "inspect/measures", "inspect/surveying", "plan",
+}  # fmt: skip
+"""Packages without a page whose `__init__.py` does not list their files yet: shorten it."""
+
+
+def test_a_package_without_a_page_lists_its_files_in_its_docstring():
+    package = ROOT / "src/regard"
+    inits = [init for init in package.rglob("*/__init__.py") if not (init.parent / "README.md").exists()]
+    assert {init.parent.relative_to(package).as_posix() for init in inits if unnamed_files(init)} == UNLISTED
+
+
+def test_a_file_that_is_not_on_the_page_is_found(tmp_path: Path):
+    for name in ("cache.py", "sharded_cache.py", "rows.h", "view.js", "__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "README.md").write_text("`sharded_cache.py`, `all_rows.h`")
+    assert unnamed_files(tmp_path / "README.md") == ["cache.py", "rows.h", "view.js"]
 
 
 def test_the_page_of_all_public_names_is_up_to_date():

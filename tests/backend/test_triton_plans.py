@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from regard import Alibi, Causal, Documents, Prefix, ProblemError, T5Bias, TensorBias, Window, attend, explain
 from regard.cache import Int8, KVCache, Paged
-from regard.dispatch import choose, plan_cache
+from regard.dispatch import choose
 from regard.dispatch.execute import execute
 from tests.oracle import Case, dense, worst
 from tests.pretended_gpu import pretended_gpu
@@ -23,7 +22,7 @@ HEADS, KV_HEADS, DIM = 2, 1, 16
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[choose.Plan]]:
+def plans(no_plans: None, monkeypatch: pytest.MonkeyPatch) -> list[choose.Plan]:
     """The plans that are made, in a process that has made no call."""
     made: list[choose.Plan] = []
     make = choose._make_plan
@@ -33,9 +32,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[choose.Plan]]:
         return made[-1]
 
     monkeypatch.setattr(choose, "_make_plan", record)
-    plan_cache.forget()
-    yield made
-    plan_cache.forget()
+    return made
 
 
 def tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,12 +84,12 @@ def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
     expected = tokenizer.decode(by_transformers(folder, PROMPT, 23, do_sample=False), skip_special_tokens=True)
     assert out.removesuffix("\n") == expected.removesuffix("\n")
     prompt = len(tokenizer(PROMPT)["input_ids"])
-    kilobytes = (prompt + 22) * 3 * 2 * (8 + 8) * 4 / 1000  # layers, key heads, dims, float32; the last is not read
+    kib = (prompt + 22) * 3 * 2 * (8 + 8) * 4 / 1024  # layers, key heads, dims, float32; the last is not read
     for words in (
         f"prompt     {prompt} tokens, ",
         "generated  23 tokens, ",
         " per second; ended by --max-new-tokens",
-        f"for {prompt + 22} tokens, 100 % of the {kilobytes:.1f} kB of a plain float32 cache",
+        f"for {prompt + 22} tokens, 100 % of the {kib:.2f} KiB of a plain float32 cache",
         "Contiguous(",
     ):
         assert words in err

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend, draw, explain
+from regard.describe.mask import Varying
 from regard.extend import Bias, CallSizes, Mask, check_mask, spec
+from regard.parallel import Layout
+from regard.scores import Score, SoftDict
 
 
 def _checks(_: CallSizes) -> Any:
@@ -36,6 +39,17 @@ class Far(Bias):
         return _checks(sizes)
 
 
+@spec
+class Near(Score):
+    """Minus the distance."""
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(q - k).norm(dim=-1)
+
+    def bind(self, heads: int, kv_heads: int) -> Any:
+        """Another one that forgets to return a spec."""
+
+
 Q = torch.randn(1, 2, 6, 8)
 CALLS = {
     "a mask": lambda: attend(Q, Q, Q, mask=Odd()),
@@ -47,13 +61,16 @@ CALLS = {
     "two biases": lambda: attend(Q, Q, Q, bias=Far() + Far()),
     "explain": lambda: explain(Q, Q, Q, mask=Odd()),
     "draw": lambda: draw(Odd(), 3, 3),
+    "a layout of ranks": lambda: Layout.balanced(256, 2, Odd()),
+    "a mask that differs by row": lambda: draw(Varying(Odd(), 2, 1), 3, 3),
+    "a soft dictionary": lambda: SoftDict(Q[0, 0], Q[0, 0], score=Near()).weights(Q[0, 0]),
     "check_mask": lambda: check_mask(Odd(), queries=8, keys=8),
 }
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_bind_that_returns_nothing_is_refused(call: Any):
-    with pytest.raises(ProblemError, match=r"bind of (Odd|Far) returned None: expected a spec"):
+    with pytest.raises(ProblemError, match=r"bind of (Odd|Far|Near) returned None: expected a spec"):
         call()
 
 

@@ -32,8 +32,8 @@ from regard import (
     explain,
 )
 from regard.describe.mask import And, Not, is_made_of
+from regard.describe.some_heads import MaskOfHeads
 from regard.extend import spec
-from regard.parallel.heads import HeadsMask
 from regard.parallel.placed import PlacedMask
 
 PICTURES = {
@@ -471,7 +471,7 @@ def test_the_signature_of_a_mask_is_an_array_of_integers_with_a_row_for_each_rec
     signature, got = SIGNATURES[name]
     mask, x = combined(_of(signature=signature)), torch.ones(1, 1, 4, 8)
     says = rf"^Own\(\): signature returned {got}; expected an array of integers \[rectangles, n\] = \[1, n\]"
-    for of_heads in (mask, HeadsMask(mask, 0, 1), PlacedMask(mask, ((0, 4, 1, 1),), ((0, 4, 1, 1),))):
+    for of_heads in (mask, MaskOfHeads(mask, (0,)), PlacedMask(mask, ((0, 4, 1, 1),), ((0, 4, 1, 1),))):
         with pytest.raises(ProblemError, match=says):
             attend(x, x, x, mask=of_heads)
 

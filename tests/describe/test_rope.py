@@ -440,6 +440,13 @@ def test_a_subclass_with_frequencies_of_its_own_rotates_by_them():
     assert torch.allclose(chosen, expected[..., [1, 5, 2, 6]])
 
 
+@pytest.mark.parametrize("length", [None, -3, 0, 1, 40])
+def test_frequencies_are_known_for_lengths_below_one(length: int | None):
+    for rope in (Rope(8), Rope(8, scaling=DynamicNTK(2.0, 16)), Slowing(8)):
+        expected = rope.frequencies(None if length is None else max(length, 1))
+        assert torch.equal(rope.frequencies_at(length, torch.device("cpu")), expected)
+
+
 @spec
 class LearnedSpeeds(Rope):
     """Frequencies that are learned, as in RoPE-Mixed."""

@@ -567,3 +567,15 @@ def test_a_subclass_of_the_dot_product_compares_by_itself():
     torch.testing.assert_close(attend(q, k, v, score=Centred()), attend(q - 1, k - 1, v, scale=0.5))
     book = SoftDict(k[0, 0].detach(), v[0, 0].detach(), score=Centred())
     torch.testing.assert_close(book.weights(q[0, 0]), torch.softmax((q[0, 0] - 1) @ (k[0, 0] - 1).mT / 2, 1))
+
+
+@spec
+class Doubled(Dot):
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
+        return 2 * q, k, None
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_prepare_that_would_not_be_called_is_an_error(backend: str | None):
+    with pytest.raises(ProblemError, match="Doubled defines prepare and no classmethod prepared"):
+        attend(*small(), score=Doubled(), backend=backend)

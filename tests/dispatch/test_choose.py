@@ -29,7 +29,7 @@ from regard import (
 )
 from regard.cache import Contiguous, Int8, Latent, Paged
 from regard.dispatch import choose
-from regard.dispatch.choose import ASIDE, BACKENDS, ORDER
+from regard.dispatch.choose import ASIDE, BACKENDS, ELSEWHERE, ORDER
 from regard.extend import Backend, Kernel, Problem, Schedule, register_backend
 from regard.plan.problem import Operands
 from regard.scores import Additive, Bilinear, Cosine
@@ -140,7 +140,10 @@ def test_the_cache_of_plans_keeps_no_tensor_alive():
 
 def test_every_engine_has_a_place_or_a_reason_not_to():
     for device, row in ORDER.items():
-        assert {*row, *(name for place, name in ASIDE if place == device)} >= set(BACKENDS) - {"sdpa"}
+        aside = [name for place, name in ASIDE if place == device]
+        assert sorted([*row, *aside]) == sorted(BACKENDS)
+    assert {place for place, _ in ASIDE} <= set(ORDER)
+    assert set(ELSEWHERE) == set(BACKENDS) - {"reference"}
 
 
 def test_bytes_count_each_key_once():

@@ -4,8 +4,10 @@ import copy
 import enum
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import (
@@ -324,6 +327,76 @@ def test_gradients_flow_to_a_complex_field_in_a_graph():
     (expected,) = torch.autograd.grad(loss(Q, K, V, factors), factors)
     (found,) = torch.autograd.grad(compiled(loss)(Q, K, V, factors), factors)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+@spec
+class ConjugateWaves(Bias):
+    factors: Tensor
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return (self.factors.conj()[h] * torch.exp(1j * (q - k))).real
+
+
+@spec
+class ConjugatePairs(Score):
+    """The real part of the product of complex numbers, which pairs of elements are."""
+
+    factors: Tensor
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
+        return ((q * self.factors)[..., :, None, :] * k[..., None, :, :].conj()).sum(-1).real
+
+
+def negated(t: Tensor) -> Tensor:
+    """The same numbers, stored with the other sign."""
+    found = torch.complex(torch.zeros_like(t), -t).conj().imag
+    assert found.is_neg()
+    return found
+
+
+LAZY = {
+    "complex": (Waves, torch.randn(4, dtype=torch.complex64)),
+    "conj": (ConjugateWaves, torch.randn(4, dtype=torch.complex64)),
+    "negated": (TensorBias, negated(torch.randn(4, 11, 23))),
+    "negated slopes": (lambda x: Alibi(slopes=x), negated(torch.rand(4))),
+    "score": (ConjugatePairs, torch.randn(4, dtype=torch.complex64)),
+}
+
+
+def is_recomputed(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def in_checkpoint(call: Any) -> Any:
+    return partial(
+        checkpoint, call, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, is_recomputed)
+    )
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("how", ["compiled", "counted", "in a checkpoint"])
+@pytest.mark.parametrize("name", LAZY)
+def test_conjugation_and_negation_are_seen_inside_of_the_operator(name: str, how: str, backend: str | None):
+    torch.compiler.reset()  # each case compiles the same function
+    make, x = LAZY[name]
+    x = x.detach().requires_grad_()
+    q, weights = Q.clone().requires_grad_(), torch.randn(2, 4, 11, 8)
+
+    def call(q: Tensor, x: Tensor) -> Tensor:
+        made = make(x)
+        return attend(q, K, V, backend=backend, **{"score" if isinstance(made, Score) else "bias": made})
+
+    def run(call: Any) -> tuple[Tensor, ...]:
+        out = call(q, x)
+        return out, *torch.autograd.grad((out * weights).sum(), (q, x))
+
+    expected = run(call)
+    seen = {"compiled": compiled, "counted": lambda f: f, "in a checkpoint": in_checkpoint}[how](call)
+    with FlopCounterMode(display=False) if how == "counted" else nullcontext():
+        for _ in range(2):  # the first call of a graph runs below a mode
+            for found, right in zip(run(seen), expected, strict=True):
+                assert torch.allclose(found, right, atol=1e-4)
 
 
 @spec
@@ -809,6 +882,17 @@ def test_an_exported_program_is_counted_inside_of_forward_mode():
     with FlopCounterMode(display=False) as counter, dual_level():
         assert torch.equal(program(*SMALL), expected)
     assert counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("how", ["exported", "counted"])
+def test_forward_mode_in_another_thread_leaves_gradients_as_they_are(how: str):
+    program = exported() if how == "exported" else counted
+    leaves = [t.clone().requires_grad_() for t in SMALL]
+    expected = gradients(program(*leaves), leaves)
+    with dual_level(), ThreadPoolExecutor(1) as other:  # a level is of all threads
+        found = other.submit(lambda: gradients(program(*leaves), leaves)).result()
+    for ours, alone in zip(found, expected, strict=True):
+        assert torch.equal(ours, alone)
 
 
 @pytest.mark.parametrize("kind", ["grad", "jacrev", "grad of vmap"])

@@ -33,7 +33,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Bilinear
-from regard.dispatch import choose, ready
+from regard.dispatch import choose
 from regard.dispatch import plan_cache as known
 from regard.plan import request, tiling
 from regard.plan.request import Request
@@ -45,11 +45,7 @@ Q, K, V = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9,
 ENDS = torch.tensor([9, 4])
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(known, "_calls", {})
-    monkeypatch.setattr(ready, "_ready", {})
-    monkeypatch.setattr(ready, "_last", ())
+pytestmark = pytest.mark.usefixtures("no_plans")
 
 
 def posed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -11,17 +11,14 @@ import torch
 from regard import Causal, Documents, MaskFunction, attend
 from regard.describe.mask import Mask
 from regard.describe.spec import spec
-from regard.dispatch import choose, ready
+from regard.dispatch import choose
 from regard.dispatch import plan_cache as known
 from regard.plan import tiling
 
 Q, K, V = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(known, "_calls", {})
-    monkeypatch.setattr(ready, "_ready", {})
+pytestmark = pytest.mark.usefixtures("no_plans")
 
 
 def near(limit: int) -> type[Mask]:

@@ -18,10 +18,7 @@ from regard.dispatch import choose, ready
 Call = tuple[Tensor, Tensor, Tensor, dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def nothing_ready() -> None:
-    """A guard can be made for each call."""
-    ready.forget()
+pytestmark = pytest.mark.usefixtures("no_plans")
 
 
 def _tensors(queries: int = 3, keys: int = 37, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

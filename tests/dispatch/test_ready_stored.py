@@ -13,13 +13,10 @@ from torch import Tensor
 from regard import Causal, ProblemError, RefusalError, attend
 from regard.cache import Fp8, Int4, Int8, KVCache, Latent, Paged, PagePool, Rolling
 from regard.calls import observe_calls
-from regard.dispatch import plan_cache, ready
+from regard.dispatch import ready
 from regard.storage.stored import StoredTensor
 
-
-@pytest.fixture(autouse=True)
-def new_plans() -> None:
-    plan_cache.forget()
+pytestmark = pytest.mark.usefixtures("no_plans")
 
 
 INT4 = Int4(group=16, residual=32)

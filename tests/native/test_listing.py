@@ -23,10 +23,11 @@ from regard import (
     native_calls,
 )
 from regard.backend import native_tiles
-from regard.backend.native_tiles import ALL, FARTHEST, Tiles
+from regard.backend.native_tiles import ALL, Tiles
 from regard.describe.mask import CallSizes
 from regard.plan.closed_form import Grid, closed_form, is_by_query
 from regard.plan.few_rows import few_rows
+from regard.plan.problem import MAX_OFFSET
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from tests.native.engines import BEST
@@ -119,7 +120,7 @@ def test_tiles_keep_the_pairs_of_the_schedule(name: str):
     assert torch.equal(found.expand(2, 3, -1, -1), expected.expand(2, 3, -1, -1))
 
 
-@pytest.mark.parametrize("offset", [-40, 0, 7, 500, FARTHEST, -FARTHEST])
+@pytest.mark.parametrize("offset", [-40, 0, 7, 500, MAX_OFFSET, -MAX_OFFSET])
 @pytest.mark.parametrize("queries", [1, 64, 100])
 def test_queries_may_start_anywhere(offset: int, queries: int):
     for mask in (Causal(), Window(30, 4), ~Causal() | Prefix(5), Prefix(0), KeyLengths(torch.tensor([3, 90]))):
@@ -144,7 +145,7 @@ WRONG = {
     "a map that is not there": ({"maps_batch": 7}, -3),
     "tiles for other queries": ({"by_query.rows": 3}, -3),
     "no intervals": ({"by_query.intervals": 0}, -2),
-    "an offset beyond all keys": ({"by_query.offset": FARTHEST + 1}, -1),
+    "an offset beyond all keys": ({"by_query.offset": MAX_OFFSET + 1}, -1),
     "too small a workspace": ({"workspace_bytes": 64}, -4),
 }
 
@@ -184,7 +185,7 @@ def test_a_call_without_queries_lists_nothing(mask: Mask | None):
         assert attend(k[:, :, :0], k, k, mask=mask, offset=offset).shape == (2, 1, 0, 4)
 
 
-@pytest.mark.parametrize("offset", [FARTHEST, FARTHEST + 1, -FARTHEST - 1, 1 << 62])
+@pytest.mark.parametrize("offset", [MAX_OFFSET, MAX_OFFSET + 1, -MAX_OFFSET - 1, 1 << 62])
 def test_a_call_without_a_mask_may_be_anywhere(offset: int):
     q = torch.randn(1, 1, 70, 4)
     assert torch.equal(attend(q, q, q, offset=offset), attend(q, q, q))

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils.checkpoint import checkpoint
 
-from regard import Alibi, Causal, ProblemError, TensorBias, attend, explain
+from regard import Alibi, Causal, ProblemError, RefusalError, TensorBias, attend, explain
 from regard.dispatch.choose import forget_plans
 from regard.extend import Bias, spec
 from regard.scores import Cosine
@@ -179,6 +180,28 @@ def test_weights_that_a_score_reads_learn():
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("kind", ["score", "bias", "bias by distance"])
+def test_weights_that_are_no_fields_have_their_tangents(kind, learns):
+    module = torch.nn.Linear(8, 8) if kind == "score" else torch.nn.Linear(1, 1)
+    weight = module.requires_grad_(learns).weight
+    if kind == "score":
+        words = {"score": Learned(module)}
+    else:
+        words = {"bias": ByModule(module, kind == "bias by distance") + Alibi(3)}
+    assert not explain(Q, K, V, **words).problem.transformed
+    with dual_level():
+        assert not explain(Q, K, V, **words).problem.transformed  # none of the weights has a tangent
+        del module.weight
+        module.weight = make_dual(weight.detach(), torch.ones_like(weight))
+        found = unpack_dual(attend(Q, K, V, **words)).tangent
+        expected = unpack_dual(attend(make_dual(Q, torch.zeros_like(Q)), K, V, **words)).tangent
+        with pytest.raises(RefusalError, match="forward-mode"):
+            attend(Q, K, V, **words, backend=ALL[0])
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(found, expected)
+
+
 @spec
 class Looking(ByModule):
     """Of a value that looks at the axes of its positions, and has a module that counts its calls."""
@@ -235,7 +258,11 @@ def test_what_may_learn_is_known_without_computing_a_value():
     assert not (Sometimes(rate, True) + Alibi(3)).may_learn()
     assert (Sometimes(learned, True) + Alibi(3)).may_learn()
     assert not ByModule(torch.nn.Linear(1, 1).requires_grad_(False), True).may_learn()
-    assert ByModule(torch.nn.Linear(1, 1), True).may_learn()
+    for learned_by_module in (True, False):
+        term = ByModule(torch.nn.Linear(1, 1).requires_grad_(learned_by_module), True)
+        assert [s.may_learn() for s in (term, term + Alibi(3), Alibi(3) + term, Held([term]))] == [
+            learned_by_module
+        ] * 4
     assert [Held(held).may_learn() for held in ([rate], [learned], {0: learned}, iter([rate]))] == [
         False,
         True,

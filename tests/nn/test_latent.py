@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard import Causal, Window
 from regard.cache import H2O, Int8, KVCache, Latent, Paged
 from regard.calls import observe_calls
-from regard.describe.heads import LatentHeads
+from regard.cost.model import Attention
+from regard.cost.model import Latent as LatentSizes
+from regard.cost.parameter_count import attention_parameters
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, LongRope, Scaling, Yarn
 from regard.errors import ProblemError
@@ -217,12 +219,12 @@ def test_any_sizes_give_the_same_in_both_forms(data):
 
 @pytest.mark.parametrize("q_rank", [None, 11])
 @pytest.mark.parametrize("flags", [{}, {"norm": False}, {"qkv_bias": True, "out_bias": True}])
-def test_it_has_the_parameters_that_its_heads_count(q_rank, flags):
+def test_it_has_the_parameters_that_regard_cost_counts(q_rank, flags):
     module = LatentAttention(31, 6, **SIZES | {"q_rank": q_rank} | flags)
-    counted = LatentHeads(6, q_rank, 13, 5, 4, 7).parameters(
-        31, qkv_bias="qkv_bias" in flags, out_bias="out_bias" in flags, norms="norm" not in flags
-    )
-    assert sum(weight.numel() for weight in module.parameters()) == counted
+    biases = {name: is_used for name, is_used in flags.items() if name != "norm"}
+    shape = Attention(6, 6, 5 + 4, 7, latent=LatentSizes(13, rope_dim=4, nope_dim=5, q_rank=q_rank), **biases)
+    absent = 13 + (q_rank or 0) if "norm" in flags else 0
+    assert sum(weight.numel() for weight in module.parameters()) == attention_parameters(shape, 31) - absent
 
 
 def measured(module: LatentAttention, queries: int, stored: int, absorbed: bool) -> int:

@@ -31,7 +31,8 @@ from regard import (
 )
 from regard.bench.rounds import Effort
 from regard.cache import KVCache
-from regard.describe.heads import Heads
+from regard.cost.model import Attention
+from regard.cost.parameter_count import attention_parameters
 from regard.describe.position import Rope, Sinusoidal
 from regard.describe.rope_scaling import DynamicNTK, LongRope
 from regard.nn import MultiHeadAttention, SpecModule
@@ -132,15 +133,16 @@ def test_it_is_the_formula_over_a_context(module: MultiHeadAttention, mask: Any,
 
 
 @given(modules(cross=False), modules(cross=True))
-def test_its_parameters_are_those_that_its_heads_count(own: MultiHeadAttention, cross: MultiHeadAttention):
+def test_its_parameters_are_those_that_regard_cost_counts(own: MultiHeadAttention, cross: MultiHeadAttention):
     for m in (own, cross):
-        biased = {"qkv_bias": has_bias(m.q_proj), "out_bias": has_bias(m.o_proj)}
-        more = 0 if m.gate_proj is None else sum(p.numel() for p in m.gate_proj.parameters())
-        more += 0 if m.q_norm is None else 2 * m.head_dim
-        more += sum(0 if part is None else sum(p.numel() for p in part.parameters()) for part in (m.bias, m.mask))
-        more += 0 if m.sinks is None else m.heads
-        counted = Heads(m.heads, m.kv_heads, m.head_dim).parameters(m.d_model, context_dim=m.context_dim, **biased)
-        assert sum(p.numel() for p in m.parameters()) == counted + more
+        options: Any = {
+            "qkv_bias": has_bias(m.q_proj), "out_bias": has_bias(m.o_proj), "sink": m.sinks is not None,
+            "norm": "" if m.q_norm is None else "head", "gate": "" if m.gate_proj is None else "element",
+        }  # fmt: skip
+        counted = attention_parameters(Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, **options), m.d_model)
+        counted += (m.context_dim - m.d_model) * m.kv_heads * 2 * m.head_dim  # weights of keys and values
+        counted += sum(0 if part is None else sum(p.numel() for p in part.parameters()) for part in (m.bias, m.mask))
+        assert sum(p.numel() for p in m.parameters()) == counted
 
 
 def in_steps(module: MultiHeadAttention, x: Tensor, ends: tuple[int, ...], **words: Any) -> Tensor:

@@ -295,10 +295,8 @@ class LearnedRope(Rope):
 
     freqs: torch.Tensor | None = None
 
-    def _frequencies(self, tokens: Any = None, device: Any = None) -> Any:
+    def frequencies(self, tokens: Any = None) -> Any:
         return self.freqs
-
-    frequencies = _frequencies
 
 
 def test_the_new_module_shares_no_tensor_with_the_old_one():

@@ -19,7 +19,7 @@ from regard.extend import spec
 from regard.parallel import Layout
 from regard.parallel.balance import balanced_by, imbalance, steps_of, time_of
 from regard.parallel.pair_counts import pair_counts, rank_pairs, step_pairs
-from regard.parallel.predict import ring_steps
+from regard.parallel.route import Route, ring_steps
 
 TOKENS = 211
 
@@ -286,11 +286,18 @@ def test_the_balanced_layout_for_a_slow_link_sends_less_and_takes_no_longer() ->
     assert steps_of(pairs[1], near.counts).sent.sum() < steps_of(pairs[0], even.counts).sent.sum()
 
 
-def test_the_steps_of_a_ring_are_those_of_its_route() -> None:
-    mask = Causal() & Window(300)
-    layout = Layout.zigzag(4096, 6)
-    pairs = rank_pairs(pair_counts(mask, 4096), layout)
-    ours, theirs = steps_of(pairs, layout.counts), ring_steps(pairs, layout.counts)
-    assert ours.pairs.tolist() == theirs.pairs.max(1).tolist()
-    assert ours.tokens.tolist() == theirs.sent.max(1).tolist()
-    assert ours.sent.tolist() == theirs.sent.sum(0).tolist()
+@pytest.mark.parametrize("mask", [Causal() & Window(300), Causal(), Window(2000, 100), None], ids=str)
+@pytest.mark.parametrize("make", [Layout.zigzag, Layout.contiguous, Layout.striped])
+def test_the_steps_of_a_ring_are_those_of_its_route(mask: Mask | None, make: Callable[[int, int], Layout]) -> None:
+    layout = make(4099, 6)
+    pairs = rank_pairs(pair_counts(mask, 4099), layout)
+    steps, route = ring_steps(pairs, layout.counts), Route(pairs > 0)
+    assert len(steps.pairs) == route.steps + 1
+    for rank, tokens in enumerate(layout.counts):
+        assert (steps.pairs[0, rank], steps.read[0, rank]) == (pairs[rank, rank], tokens * (pairs[rank, rank] > 0))
+        assert steps.sent[0, rank] == tokens * (int(route.up[rank] > 0) + int(route.down[rank] > 0))
+        for step in range(1, route.steps + 1):
+            visits = route.visits(rank, step)
+            assert steps.pairs[step, rank] == sum(pairs[rank, visit.origin] for visit in visits)
+            assert steps.read[step, rank] == sum(layout.counts[visit.origin] for visit in visits if visit.is_needed)
+            assert steps.sent[step, rank] == sum(layout.counts[visit.origin] for visit in visits if visit.goes_on)

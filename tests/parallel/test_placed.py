@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from regard import Mask, TensorBias, check_mask
 from regard.describe.mask import CallSizes
+from regard.describe.some_heads import bias_of_heads
 from regard.extend import spec
 from regard.parallel import Layout
-from regard.parallel.heads import bias_of_heads
 from regard.parallel.placed import Pieces, PlacedMask, pieces_of, place_bias, positions_of
 from regard.plan.tiling import schedule
 from tests.expressions import BATCH, HEADS, masks
@@ -78,6 +78,6 @@ def test_a_subclass_of_a_table_has_its_own_values_at_its_places_and_in_its_heads
     placed = place_bias(own, queries, keys)
     assert placed is not None
     assert torch.equal(placed.value(0, h, i, j), table[:, at[:, None], to].square())
-    last = bias_of_heads(own, range(1, HEADS))
+    last = bias_of_heads(own, tuple(range(1, HEADS)))
     assert last is not None
     assert torch.equal(last.value(0, h[:-1], i, j), table[1:, i, j].square())

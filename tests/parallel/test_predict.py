@@ -14,7 +14,8 @@ from regard.cost.fields import from_fields
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout
 from regard.parallel.pair_counts import pair_counts, rank_pairs
-from regard.parallel.predict import Link, exchanged, ring_steps, shardings
+from regard.parallel.predict import Link, exchanged, shardings
+from regard.parallel.route import ring_steps
 from tests.parallel import cases
 from tests.parallel.workers import Workers, workers
 

@@ -88,20 +88,23 @@ def test_queries_may_start_anywhere(offset: int, queries: int):
         union = mask.intervals(CallSizes(2, 3, queries, 90, offset))
         assert union is not None
         assert_same(closed_form(union, grid), split_recursively(mask, grid))
-    if not is_by_query(union):
-        assert_same(few_rows(union, grid), closed_form(union, grid))
+        if not is_by_query(union):
+            assert_same(few_rows(union, grid), closed_form(union, grid))
 
 
 @pytest.mark.parametrize("tile", [64, 128])
 def test_long_calls_agree_too(tile: int):
     ids = torch.repeat_interleave(torch.arange(40), torch.randint(1, 200, (40,)))[:2999]
+    compared = 0
     for mask in (Causal() & (Window(256) | Prefix(4)), Causal() & Documents(ids), Documents(ids) & ~Window(3)):
         grid = grid_of(mask, 1, len(ids), len(ids), 0, tile)
         union = mask.intervals(CallSizes(1, 3, len(ids), len(ids), 0))
         assert union is not None
         assert_same(closed_form(union, grid), split_recursively(mask, grid))
-    if not is_by_query(union):
-        assert_same(few_rows(union, grid), closed_form(union, grid))
+        if not is_by_query(union):
+            assert_same(few_rows(union, grid), closed_form(union, grid))
+            compared += 1
+    assert compared == 1  # documents give each query edges of its own, which `few_rows` leaves to others
 
 
 def test_a_call_wider_than_the_table_of_tiles_agrees():

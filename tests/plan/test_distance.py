@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from regard import Alibi, Bias, Causal, T5Bias, attend
+from regard import Alibi, Bias, Causal, T5Bias, TensorBias, attend
 from regard.extend import spec
 from regard.plan import distance
-from regard.plan.distance import by_distance, kept_by_distance
+from regard.plan.distance import by_distance, kept_by_distance, split_by_distance
 from tests.pretended_gpu import CUDA, pretended_gpu
 
 
@@ -117,3 +117,17 @@ class Nearest(Bias):
 def test_a_bias_of_a_user_gets_tensors():
     q, rate = torch.randn(2, 3, 7, 8), torch.rand(3)
     torch.testing.assert_close(attend(q, q, q, bias=Nearest(rate)), attend(q, q, q, bias=Alibi(slopes=rate)))
+
+
+def test_a_bias_is_split_into_terms_by_distance_and_the_others_in_one_pass(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Bias] = []
+    monkeypatch.setattr(Nearest, "per_distance", lambda self: asked.append(self) or True)
+    near, table, other = Nearest(torch.rand(2)), TensorBias(torch.zeros(3, 5)), TensorBias(torch.ones(3, 5))
+    found, others = split_by_distance(table + near + Alibi(2) + other)
+    assert found is not None
+    assert found.terms() == [near, Alibi(2)]
+    assert others == [table, other]
+    assert asked == [near]
+    assert split_by_distance(near) == (near, [])
+    assert split_by_distance(table) == (None, [table])
+    assert split_by_distance(None) == (None, [])

@@ -13,6 +13,9 @@ from regard.plan.schedule import Schedule
 from regard.state import State
 from regard.torch_internals import is_legacy_batched
 
+MAX_GRID = 65535
+"""Batch rows, and heads, that a grid of programs on CUDA has room for (pytorch/pytorch#142228)."""
+
 
 class Kernel(Protocol):
     """What runs one problem: it is called with the operands of each call."""

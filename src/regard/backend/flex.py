@@ -6,22 +6,19 @@ or a tensor. So the compiled function takes tensors alone, knows no mask by name
 is one for each `Form`, and torch compiles it again only where a size is 1, or queries are one tile.
 """
 
-import shutil
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.backend.contract import Backend, Kernel
+from regard.backend.contract import MAX_GRID, Backend, Kernel
 from regard.backend.flex_blocks import Blocks, blocks
-from regard.describe.bias import Bias, TensorBias
-from regard.plan.distance import vectors
+from regard.machine import python_header, torch_compiler, torch_compilers
+from regard.plan.distance import split_by_distance, table, vectors
 from regard.plan.lower import Lowering, add_biases, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -35,9 +32,6 @@ FORMS = 256
 
 VARIANTS = 64
 """How many variants of a form torch may compile (types, gradients, sizes of 1); it raises an error beyond."""
-
-MOST_ROWS = 65535
-"""Batch rows, and heads: blocks along the second and the third axis of a grid on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,8 @@ class Flex(Backend):
             "it has no vmap or forward-mode derivative": p.transformed,
             f"it needs 16 dimensions on cuda, and has {p.qk_dim} and {p.v_dim}": not cpu
             and min(p.qk_dim, p.v_dim) < 16,
-            f"on cuda its kernels take at most {MOST_ROWS:,} batch rows and heads": not cpu
-            and max(p.batch, p.heads) > MOST_ROWS,
+            f"on cuda its kernels take at most {MAX_GRID:,} batch rows and heads": not cpu
+            and max(p.batch, p.heads) > MAX_GRID,
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim, p.v_dim),
         }
         lacking = _lacking() if cpu else None
@@ -95,30 +89,24 @@ def _run(problem: Problem, schedule: Schedule, compiler: Any, operands: Operands
     # on cpu a kernel per length: inductor's template for it does not compile with symbolic lengths (torch 2.13)
     sizes = (p.batch, p.queries, p.keys) if p.device == "cpu" else None
     tables = None if p.mask is None else blocks(schedule, q.device)
+    near, others = split_by_distance(operands.bias)
+    bias = table(others, operands)
+    bias = None if bias is None else bias.float()  # its gradient is summed in float32
     with compiling_for_any_length(VARIANTS):
-        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(p, operands), _tensor(p, operands.bias))
+        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(near, p, operands), bias)
     if not wants_lse:
         return State(out, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody reads it
     state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), state.lse)
 
 
-def _tensor(problem: Problem, bias: Bias | None) -> Tensor | None:
-    """The one term that is no vector after lowering, [batch or 1, heads or 1, queries or 1, keys or 1]."""
-    terms = [] if bias is None else [term for term in bias.terms() if not term.per_distance()]
-    if not terms:
-        return None
-    (whole,) = cast("list[TensorBias]", terms)
-    return whole.rows(problem.queries, problem.offset).float()  # its gradient is summed in float32
-
-
 @cache
 def _lacking() -> str | None:
     """The requirement of torch.compile on CPU that this machine does not meet; None if it meets all."""
-    compilers = ("g++", "clang++", "c++")
-    if not any(shutil.which(name) for name in compilers):
-        return f"torch.compile needs a C++ compiler on cpu, and none of {', '.join(compilers)} is on the path"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if torch_compiler() is None:
+        names = " or ".join(torch_compilers())
+        return f"torch.compile needs a C++ compiler on cpu, and finds no {names} (the variable CXX names another)"
+    if python_header() is None:
         return "torch.compile needs Python.h on cpu (Debian: the package python3-dev)"
     return None
 

@@ -36,11 +36,11 @@ from regard.backend.native_inputs import (
     write_inputs,
 )
 from regard.backend.native_repeated import Like, repeated, repeated_stored
-from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
+from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.huge_pages import advise_huge_pages, allocator_like
 from regard.plan.checks import Saved
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, rotate
-from regard.plan.problem import Operands, Problem
+from regard.plan.problem import MAX_OFFSET, Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
 from regard.wide import wide_of
@@ -183,7 +183,7 @@ class _Kernel:
         return Like(queries, False, out, (heads * queries * dim, queries * dim, dim), lse, empty_like)
 
     def _tiles(self, operands: Operands) -> Tiles:
-        if operands.mask is None and operands.q.shape[2] <= QUERIES and abs(operands.offset) <= FARTHEST:
+        if operands.mask is None and operands.q.shape[2] <= QUERIES and abs(operands.offset) <= MAX_OFFSET:
             return ALL
         if (fixed := fixed_tiles(operands)) is not None:
             return fixed

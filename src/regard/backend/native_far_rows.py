@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from regard.backend.native_inputs import Inputs
+from regard.plan.far_lse import FAR_LSE
 from regard.plan.problem import Problem
 from regard.state import State
-
-FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
-"""The distance from which on rounding of a log-sum-exp changes weights by 0.2 % and more."""
 
 SCORES = 1 << 22
 """Scores computed at once."""
@@ -31,7 +29,7 @@ def far_rows(state: State, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
     Without rows whose output is not finite: the kernel gives what they see gradients that are not finite either.
     """
     size = state.lse.abs()
-    far = (size > FAR[state.lse.dtype]) & (size < torch.inf)
+    far = (size > FAR_LSE[state.lse.dtype]) & (size < torch.inf)
     if not far.any():
         return None
     far &= torch.isfinite(state.out).all(-1)

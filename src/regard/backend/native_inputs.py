@@ -1,16 +1,13 @@
 """The operands of a call as the library reads them, and their places in its struct."""
 
-from functools import reduce
-from operator import add
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard import native_calls
 from regard.backend.native_parts import listed
-from regard.describe.bias import TensorBias
-from regard.plan.distance import by_distance, kept_by_distance
+from regard.plan.distance import split_by_distance, table, vectors
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
 from regard.wide import wide_of
@@ -41,28 +38,12 @@ def inputs_of(p: Problem, o: Operands) -> Inputs:
     """The operands of a problem as the library reads them."""
     if o.bias is None and o.sink is None:
         return Inputs(o.q, o.k, o.v, None, None, None, o.stored)
-    sink = None if o.sink is None else o.sink.to(wide_of(p.dtype)).contiguous()
-    return Inputs(o.q, o.k, o.v, sink, _distance(p, o), _bias(p, o), o.stored)
-
-
-def _distance(p: Problem, operands: Operands) -> Tensor | None:
-    terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
-    if not terms:
-        return None
-    bias, sizes = reduce(add, terms), operands.sizes
-    first, most = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
-    if p.grad and bias.may_learn():
-        return by_distance(bias, p.heads, wide_of(p.dtype), first, most)
-    return kept_by_distance(bias, p.heads, wide_of(p.dtype), first, most)
-
-
-def _bias(p: Problem, operands: Operands) -> Tensor | None:
-    """The terms that are no vectors: after lowering, one tensor at most."""
-    terms = [] if operands.bias is None else [term for term in operands.bias.terms() if not term.per_distance()]
-    if not terms:
-        return None
-    (whole,) = cast("list[TensorBias]", terms)
-    return in_place(whole.rows(operands.q.shape[2], operands.offset), p.grad, wide_of(p.dtype))
+    wide = wide_of(p.dtype)
+    sink = None if o.sink is None else o.sink.to(wide).contiguous()
+    near, others = split_by_distance(o.bias)
+    bias = table(others, o)
+    bias = None if bias is None else in_place(bias, p.grad, wide)
+    return Inputs(o.q, o.k, o.v, sink, vectors(near, p, o, wide), bias, o.stored)
 
 
 def write_inputs(struct: Any, i: Inputs, seed: int) -> object:

@@ -22,15 +22,12 @@ from regard.describe.ragged import OF_POSITIONS
 from regard.describe.tensors import reads_again
 from regard.lru_cache import LRUCache
 from regard.plan.closed_form import FAR, is_by_query
-from regard.plan.problem import Operands, Sizes
+from regard.plan.problem import MAX_OFFSET, Operands, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 
 QUERIES = 1 << 16
 """The most queries of all maps whose tiles are listed in each call; those of more are listed once."""
-
-FARTHEST = 1 << 40
-"""The largest offset that the library takes."""
 
 FIXED = (*OF_POSITIONS, KeyLengths)
 """Masks whose intervals are the same in calls of all sizes."""
@@ -131,7 +128,7 @@ def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
 def fixed_tiles(operands: Operands) -> Tiles | None:
     """The tiles of a call if they are known, and the same for all calls under its mask; some of other calls are not."""
     key = operands.key
-    if key is None or key.mask is None or not -FARTHEST <= operands.offset <= FARTHEST:
+    if key is None or key.mask is None or not -MAX_OFFSET <= operands.offset <= MAX_OFFSET:
         return None
     tiles = _fixed.get(key.mask)
     return tiles if tiles is not None and key.queries * tiles.maps_batch <= QUERIES else None
@@ -147,7 +144,7 @@ def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
     maps, heads = (1, 1) if mask is None else broadcast_shape_of(mask)
     maps = sizes.batch if maps > 1 else 1
     few = 0 < sizes.queries * maps <= QUERIES
-    if mask is not None and heads == 1 and few and abs(sizes.offset) <= FARTHEST:
+    if mask is not None and heads == 1 and few and abs(sizes.offset) <= MAX_OFFSET:
         union = intervals_of(mask, sizes)
         if union is not None and not is_by_query(union):
             return _of_intervals(union, maps)

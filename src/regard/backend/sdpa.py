@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.backend.contract import Backend, Kernel
+from regard.backend.contract import MAX_GRID, Backend, Kernel
 from regard.describe.mask_by_rule import Causal
 from regard.plan.lower import Lowering, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -23,11 +23,8 @@ from regard.plan.schedule import Schedule
 from regard.state import State
 from regard.torch_internals import flash_attention_for_cpu
 
-LARGEST_DIM = 256
+LARGEST_FUSED_DIM = 256
 """The largest head dimension of torch's fused kernels for CUDA."""
-
-MOST_ROWS = 65535
-"""Batch rows, and heads, that a grid of programs on CUDA has room for (pytorch/pytorch#142228)."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ class Sdpa(Backend):
                 p.device == "cuda" and (p.lse or p.sink)
             ),
             "on cuda float64 makes torch build all scores": p.device == "cuda" and p.dtype == torch.float64,
-            f"on cuda heads of more than {LARGEST_DIM} dimensions make torch build all scores": (
-                p.device == "cuda" and p.qk_dim > LARGEST_DIM
+            f"on cuda heads of more than {LARGEST_FUSED_DIM} dimensions make torch build all scores": (
+                p.device == "cuda" and p.qk_dim > LARGEST_FUSED_DIM
             ),
             "on cuda float32 with shared key heads makes torch build all scores": (  # until pytorch/pytorch#191085
                 p.device == "cuda" and p.dtype == torch.float32 and p.heads != p.kv_heads
@@ -59,8 +56,8 @@ class Sdpa(Backend):
             f"on cuda float32 heads of {p.qk_dim} dimensions, no multiple of 4, make torch build all scores": (
                 p.device == "cuda" and p.dtype == torch.float32 and p.qk_dim % 4 != 0
             ),
-            f"on cuda its kernels take at most {MOST_ROWS:,} batch rows and heads": (
-                p.device == "cuda" and max(p.batch, p.heads) > MOST_ROWS
+            f"on cuda its kernels take at most {MAX_GRID:,} batch rows and heads": (
+                p.device == "cuda" and max(p.batch, p.heads) > MAX_GRID
             ),
             f"mask {p.mask} would be built in full, [queries, keys], and every hidden pair computed": not _known(p),
             "a bias would be built in full for every head": p.bias is not None,

@@ -18,21 +18,14 @@ import torch
 from torch import Tensor
 
 from regard.backend.contract import Backend, Kernel, refuse_batched, second_derivative
-from regard.describe.bias import TensorBias
-from regard.gpu.call import Call, Inputs
+from regard.gpu.call import LARGEST_DECODED_DIM, LARGEST_DIM, Call, Inputs
 from regard.plan.checks import Saved
-from regard.plan.distance import vectors
+from regard.plan.distance import split_by_distance, table, vectors
 from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, rotate
 from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from regard.state import State
-
-LARGEST_DIM = 256
-"""The largest head dimension: the accumulators of a tile of queries must fit in registers."""
-
-LARGEST_DECODED_DIM = 1024
-"""The largest head dimension in decoding, where query rows are few."""
 
 MOST_ROWS = 64
 """Query rows of a key head, its heads times the queries, up to which keys are read where they are stored."""
@@ -179,16 +172,11 @@ class _Kernel:
 
     def _inputs(self, o: Operands) -> Inputs:
         sink = None if o.sink is None else o.sink.float().contiguous()
-        return Inputs(o.q, o.k, o.v, sink, vectors(self.problem, o), self._bias(o))
-
-    def _bias(self, o: Operands) -> Tensor | None:
-        """The terms that are no vectors: after lowering, one tensor at most."""
-        terms = [] if o.bias is None else [term for term in o.bias.terms() if not term.per_distance()]
-        if not terms:
-            return None
-        (whole,) = cast("list[TensorBias]", terms)
-        bias = whole.rows(o.q.shape[2], o.offset)
-        return bias if bias.dtype in (torch.float32, torch.float16, torch.bfloat16) else bias.float()
+        near, others = split_by_distance(o.bias)
+        bias = table(others, o)
+        if bias is not None and bias.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            bias = bias.float()
+        return Inputs(o.q, o.k, o.v, sink, vectors(near, self.problem, o), bias)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""`Contiguous`, plain: keys and values in contiguous memory that grows by doubling, and at first has an eighth to spare.
+"""`Contiguous`, plain: keys and values in contiguous memory that grows by doubling.
 
 `append` returns views, so a step copies only its own tokens; concatenating tensors at each step would copy all earlier
 tokens every time. If elements are stored in another dtype than they arrive in, `append` returns handles of one part.

@@ -17,6 +17,7 @@ Policies that read queries are in `evict_by_attention.py` and `expected_attentio
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from regard.cache.store import Store, check_has_data, describe_tensor
 from regard.describe.whole_number import whole, whole_field
 from regard.errors import ProblemError
+from regard.integers import as_integer
 from regard.wide import wide_of
 
 E = TypeVar("E", bound="Eviction")
@@ -39,7 +41,7 @@ class Eviction:
 
     Args:
         budget: tokens that stay per key head, sinks and recent ones included; or a share of the tokens that were seen,
-            0 < share < 1.
+            0 < share < 1. Numbers of NumPy are taken as well, here and in all that follows.
         sinks: how many of the first tokens always stay.
         every: how many tokens over the budget are collected before it is enforced. The remaining tokens are copied each
             time, so 32 is about 32 times cheaper than 1, for 31 more tokens in memory.
@@ -55,9 +57,8 @@ class Eviction:
     def __post_init__(self) -> None:
         check_whole(self, "sinks", 0)
         check_whole(self, "every", 1)
+        check_budget(self)
         budget = self.budget
-        if isinstance(budget, bool) or not isinstance(budget, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"{self._name}(budget={budget!r}): expected a number of tokens, or a share below 1.")
         if isinstance(budget, float) and not 0 < budget < 1:
             raise ProblemError(
                 f"{self._name}(budget={budget!r}): a float is the share of the tokens that stays, between 0 and 1; "
@@ -266,7 +267,9 @@ class RecentStay(Eviction):
     def __post_init__(self) -> None:
         if self.recent is not None:
             check_whole(self, "recent", 0)
-        elif isinstance(self.budget, int) and isinstance(self.sinks, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        check_whole(self, "sinks", 0)
+        check_budget(self)
+        if self.recent is None and isinstance(self.budget, int):
             object.__setattr__(self, "recent", max(0, self.budget - self.sinks) // self.recent_part)
         super().__post_init__()
 
@@ -313,6 +316,19 @@ def norms(x: Tensor) -> Tensor:
     """The Euclidean norms of the tokens of x, [batch, kv_heads, tokens], float32; float64 for float64."""
     dtype = wide_of(x.dtype)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+
+
+def check_budget(policy: Eviction) -> None:
+    """Make the budget an int or a float; raise `ProblemError` unless it is a real number."""
+    value = cast(object, policy.budget)  # NumPy's, or no number at all
+    found = as_integer(value)
+    if found is None and not isinstance(value, bool) and isinstance(value, Real):
+        found = float(value)
+    if found is None:
+        raise ProblemError(
+            f"{type(policy).__name__}(budget={value!r}): expected a number of tokens, or a share below 1."
+        )
+    object.__setattr__(policy, "budget", found)
 
 
 def check_recent(policy: object) -> None:

@@ -19,6 +19,7 @@ from regard.cache.evict import Eviction, EvictionState, RecentStay, check_bool, 
 from regard.cache.query_observer import QueryAccumulator, QueryWindow, RecentQueries, last_queries
 from regard.cache.store import Store
 from regard.errors import ProblemError
+from regard.integers import as_integer
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,10 @@ class SnapKV(Eviction):
     def __post_init__(self) -> None:
         check_whole(self, "window", 1)
         check_bool(self, "once")
-        if not isinstance(self.kernel, int) or self.kernel < 1 or not self.kernel % 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        kernel = as_integer(self.kernel)
+        if kernel is None or kernel < 1 or not kernel % 2:
             raise ProblemError(f"SnapKV(kernel={self.kernel!r}): expected an odd number of keys, 1 or more.")
+        object.__setattr__(self, "kernel", kernel)
         super().__post_init__()
 
     @property

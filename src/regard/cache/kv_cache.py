@@ -116,6 +116,11 @@ class KVCache:
         return 0 if self._store is None else self._store.allocated_bytes
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether tokens between kept ones may be evicted: by a policy, or by `Rolling` behind its sinks."""
+        return self.evict is not None or (isinstance(self.layout, Rolling) and self.layout.sinks > 0)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token of every row before any codec; 0 before the first token."""
         form = None if self._store is None else self._store.form

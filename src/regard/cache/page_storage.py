@@ -115,7 +115,7 @@ class PageStorage:
         )
 
     def reserve(self, plain: int, coded: int) -> None:
-        """Have memory for this many plain and coded pages in use; it grows by doubling, at least an eighth beyond them."""
+        """Have memory for this many plain and coded pages in use; it grows by doubling, or by an eighth more."""
         for pages, memory, used in ((self.plain, self.plain_memory, plain), (self.coded, self.coded_memory, coded)):
             if memory is None:
                 continue

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 
-from regard.cli.cost_view import duration, size
+from regard.cli.byte_size import size
+from regard.cli.cost_view import duration
 from regard.cost.model_cost import ModelCost
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 420, 300, 76, 44, 12, 40

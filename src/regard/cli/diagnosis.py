@@ -9,9 +9,7 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 
 import regard
 from regard.folders import expanded
-from regard.machine import processor
+from regard.machine import processor, python_header, torch_compiler
 
 
 class Integration(NamedTuple):
@@ -79,7 +77,7 @@ def diagnose() -> dict[str, Any]:
         "check": None,
         "backends": {},
         "integrations": _integrations(problems),
-        "compiler": _compiler(),
+        "compiler": {"c++": torch_compiler(), "Python.h": python_header()},
         "caches": _caches(problems),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "problems": problems,
@@ -275,16 +273,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
-
-
-def _compiler() -> dict[str, Any]:
-    """What torch.compile needs to compile for the CPU: a C++ compiler, and Python's headers."""
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return {
-        "c++": next(filter(None, map(shutil.which, names)), None),
-        "Python.h": str(header) if header.is_file() else None,
-    }
 
 
 def _caches(problems: list[str]) -> dict[str, dict[str, Any]]:

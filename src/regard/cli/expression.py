@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from regard.cli.expression_names import unknown
+from regard.cli.quoted import quoted
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
@@ -92,9 +93,9 @@ def _parse(text: str, kind: type[W], known: tuple[type[Spec], ...]) -> W:
     except ProblemError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ProblemError(f"{_short(text)} is no expression: expected a {what}, say {known[0].__name__}().") from None
+        raise ProblemError(f"{quoted(text)} is no expression: expected a {what}, say {known[0].__name__}().") from None
     if not isinstance(found, kind):
-        raise ProblemError(f"{_short(text)} is no {what}: expected an expression of {_names(known)}.")
+        raise ProblemError(f"{quoted(text)} is no {what}: expected an expression of {_names(known)}.")
     return found
 
 
@@ -116,7 +117,7 @@ def _value(node: ast.expr) -> Any:
             raise ProblemError(unknown(name))
         case _:
             raise ProblemError(
-                f"{_short(ast.unparse(node))} is not understood: expected masks or biases, & | ~ +, numbers, lists."
+                f"{quoted(ast.unparse(node))} is not understood: expected masks or biases, & | ~ +, numbers, lists."
             )
 
 
@@ -126,23 +127,23 @@ def _names(kinds: tuple[type[Spec], ...]) -> str:
 
 def _apply(node: ast.expr, op: Callable[[Any], Any], kinds: tuple[type, ...], value: Any) -> Any:
     if not isinstance(value, kinds):
-        raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the operator does not take this operand.")
+        raise ProblemError(f"{quoted(ast.unparse(node))} is not understood: the operator does not take this operand.")
     return op(value)
 
 
 def _combine(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     lists = isinstance(a, list) and isinstance(b, list | int) and op in (operator.add, operator.mul)
     if lists and (len(a) * b if isinstance(b, int) else len(a) + len(b)) > LONGEST:
-        raise ProblemError(f"{_short(ast.unparse(node))} makes a list of more than {LONGEST:,} numbers.")
+        raise ProblemError(f"{quoted(ast.unparse(node))} makes a list of more than {LONGEST:,} numbers.")
     if not lists and not (isinstance(a, Spec) and isinstance(b, Spec)):
         raise ProblemError(
-            f"{_short(ast.unparse(node))} is not understood: the operator takes two masks, two biases, or lists."
+            f"{quoted(ast.unparse(node))} is not understood: the operator takes two masks, two biases, or lists."
         )
     try:
         return op(a, b)
     except TypeError:
         raise ProblemError(
-            f"{_short(ast.unparse(node))} is not understood: the operator does not take these two."
+            f"{quoted(ast.unparse(node))} is not understood: the operator does not take these two."
         ) from None
 
 
@@ -151,13 +152,13 @@ def _make(node: ast.expr, kind: type[Spec], arguments: list[ast.expr], named: li
     names = [str(part.arg) for part in named]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ProblemError(f"{_short(ast.unparse(node))} has {twice}= more than once: expected it once.")
+        raise ProblemError(f"{quoted(ast.unparse(node))} has {twice}= more than once: expected it once.")
     try:
         return kind(*map(read, arguments), **{name: read(part.value) for name, part in zip(names, named, strict=True)})
     except ProblemError:
         raise
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, OverflowError) as error:
-        raise ProblemError(f"{_short(ast.unparse(node))} cannot be made: {error}.") from None
+        raise ProblemError(f"{quoted(ast.unparse(node))} cannot be made: {error}.") from None
 
 
 def _tensor(kind: type[Spec], value: Any) -> Any:
@@ -176,7 +177,3 @@ def _elements(values: list[Any]) -> Iterator[object]:
             yield from _elements(value)
         else:
             yield value
-
-
-def _short(text: str) -> str:
-    return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."

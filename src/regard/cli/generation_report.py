@@ -1,10 +1,11 @@
 """What `regard generate` reports after the text: speed, and memory of the KV cache."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from regard.cli.byte_size import size
 from regard.cli.generation import INTERRUPTED, Generation
+from regard.evaluate.common_prefix import common_prefix
 from regard.storage.codec import Codec
 
 ENDED = {
@@ -106,18 +107,6 @@ def _where(facts: dict[str, Any]) -> str:
     return facts["device"] if facts["device"] != "cpu" else f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
 
 
-def size(count: int) -> str:
-    """Bytes in a unit that fits.
-
-    >>> size(512), size(18_694_144), size(3 * 10**9)
-    ('512 bytes', '18.7 MB', '3.0 GB')
-    """
-    for unit, least in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= least:
-            return f"{count / least:.1f} {unit}"
-    return f"{count} bytes"
-
-
 def rate(speed: float | None) -> str:
     """Tokens per second, as the end of a line; empty where none were generated.
 
@@ -136,15 +125,6 @@ def _comparison(made: Generation, plain: Generation) -> str:
     here, there = (text.replace("\n", " ") for text in _differing_ends(made.text, plain.text))
     first = f"the first {same:,} of {count:,} generated tokens are those of a plain cache"
     return f"{first}, {speed}; then {here!r}, not {there!r}"
-
-
-def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
-    """The length of the common prefix.
-
-    >>> common_prefix([3, 1, 4], [3, 1, 5, 9]), common_prefix("a", "ab")
-    (2, 1)
-    """
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _differing_ends(one: str, other: str) -> tuple[str, str]:

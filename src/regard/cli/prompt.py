@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from regard.cli.quoted import quoted
 from regard.errors import ProblemError
 
 STDIN = "-"
@@ -51,7 +52,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     else:
         raise ProblemError('there is no prompt: give a text in quotes, such as "Why is the sky blue?", or - for stdin.')
     if not text.strip():
-        raise ProblemError(f"{_short(name)} is empty: expected a word or more.")
+        raise ProblemError(f"{quoted(name)} is empty: expected a word or more.")
     return text
 
 
@@ -62,10 +63,10 @@ def _read_file(name: str) -> bytes:
     except IsADirectoryError:
         raise ProblemError(f"{name} is a folder: --prompt-file takes a text file.") from None
     except FileNotFoundError:
-        raise ProblemError(f"there is no file {_short(name)}.") from None
+        raise ProblemError(f"there is no file {quoted(name)}.") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ProblemError(f"{_short(name)} cannot be read: {why}.") from None
+        raise ProblemError(f"{quoted(name)} cannot be read: {why}.") from None
 
 
 def _decode(data: bytes, name: str) -> str:
@@ -88,7 +89,7 @@ def _check_text(text: str) -> str:
         raise ProblemError("the prompt is not UTF-8: save it in a UTF-8 file, and give --prompt-file.") from None
     if _is_file(text) or re.fullmatch(r"\S*([/\\]\S*|\.\w{1,5})", text):
         raise ProblemError(
-            f"{_short(text)} is the name of a file: read it with --prompt-file {text}; if it is the prompt itself, "
+            f"{quoted(text)} is the name of a file: read it with --prompt-file {text}; if it is the prompt itself, "
             "give it on stdin, with -."
         )
     return text
@@ -99,7 +100,3 @@ def _is_file(name: str) -> bool:
         return bool(name.strip()) and Path(name).exists()
     except (OSError, ValueError):  # not a file name: too long, or contains a zero byte
         return False
-
-
-def _short(name: str) -> str:
-    return repr(name) if len(name) <= 60 else f"{name[:57]!r}..."

@@ -7,14 +7,14 @@ has a copy of it, which is bound at the row's own offset.
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias, values_of
-from regard.describe.interval import Edge, Union
+from regard.describe.interval import Union, for_queries_moved
 from regard.describe.mask import (
     And,
     Bools,
@@ -34,6 +34,8 @@ from regard.describe.mask_by_table import TensorMask, Tree
 from regard.describe.ragged import Ragged
 from regard.describe.spec import Spec, bound_to, spec
 from regard.errors import ProblemError
+
+S = TypeVar("S", Mask, Bias)
 
 
 @spec
@@ -62,7 +64,7 @@ class MaskByRow(Mask):
     def intervals(self, sizes: CallSizes) -> Union:
         inner = self.inner.intervals(sizes) if type(self.inner) in (Causal, Window) else None
         by = np.asarray(self.first, dtype=np.int64)[:, None]
-        return inner and [x._replace(left=_plus(x.left, by), right=_plus(x.right, by)) for x in inner]
+        return inner and [for_queries_moved(x, by) for x in inner]
 
     def signature(self, r: Rectangles) -> Ints:
         return signature_of(self.inner, self._moved(r))
@@ -116,8 +118,7 @@ class MaskOfEachRow(Mask):
         return len(self.rows), max((broadcast_shape_of(row)[1] for row in self.rows), default=1)
 
     def bind(self, sizes: CallSizes) -> Mask:
-        found = zip(self.rows, self.first, strict=True)
-        return self.with_fields(rows=tuple(bound_to(row, sizes._replace(offset=first)) for row, first in found))
+        return self.with_fields(rows=_bound_rows(self.rows, self.first, sizes))
 
 
 @spec
@@ -136,8 +137,7 @@ class BiasOfEachRow(Bias):
         return _chosen(b, len(self.rows), lambda row, b: values_of(self.rows[row], b, h, q + self.first[row], k))
 
     def bind(self, sizes: CallSizes) -> Bias:
-        found = zip(self.rows, self.first, strict=True)
-        return self.with_fields(rows=tuple(bound_to(row, sizes._replace(offset=first)) for row, first in found))
+        return self.with_fields(rows=_bound_rows(self.rows, self.first, sizes))
 
 
 def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
@@ -225,6 +225,11 @@ def _chosen(b: Positions, rows: int, of_row: Callable[[int, Positions], Tensor])
     return found
 
 
+def _bound_rows(rows: Sequence[S], first: Sequence[int], sizes: CallSizes) -> tuple[S, ...]:
+    """The mask or bias of each row, bound at the row's own offset."""
+    return tuple(bound_to(row, sizes._replace(offset=start)) for row, start in zip(rows, first, strict=True))
+
+
 def _of_all_rows(sizes: CallSizes, first: Sequence[int]) -> CallSizes:
     """The positions of the queries of all rows together, as of one row."""
     least, most = min(first, default=0), max(first, default=0)
@@ -236,7 +241,3 @@ def _of_rows(first: Sequence[int], b: Positions) -> Positions:
     if isinstance(b, int):
         return first[b]
     return torch.tensor(first, dtype=torch.int64, device=b.device)[b]
-
-
-def _plus(edge: Edge, by: Ints) -> Edge:
-    return None if edge is None else edge + by

@@ -22,11 +22,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from importlib.util import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from xxhash import xxh3_128_digest
 
 from regard.describe.code_reads import (
@@ -73,6 +74,9 @@ _MAKING = {"__init__", "__new__"}
 
 _FIELD_OF_NAMEDTUPLE = type(vars(NamedTuple("_Pair", [("a", int)]))["a"])
 
+CACHES_OF_SPECS = ("_fingerprint", "_registered")
+"""Attributes of a spec that follow from its fields."""
+
 values: dict[type, Callable[[Any], Hashable]] = {}
 """The content of an instance, by type; None where it cannot be compared. `regard.describe.spec` adds an entry."""
 
@@ -105,25 +109,35 @@ def reads_learned(thing: object) -> bool | None:
     >>> reads_learned(times(torch.ones(3, requires_grad=True))), reads_learned(times(2)), reads_learned(iter([3]))
     (True, False, None)
     """
-    walk = _Walk()
+    return _reads(thing, lambda t: t.requires_grad)
+
+
+def reads_dual(thing: object) -> bool | None:
+    """Whether a function or any other object reads a tensor that has a tangent; None if it cannot be followed."""
+    return _reads(thing, lambda t: unpack_dual(t).tangent is not None)
+
+
+def _reads(thing: object, is_sought: Callable[[Tensor], bool]) -> bool | None:
+    walk = _Walk(is_sought)
     try:
         walk.whole(thing)
     except (_UnfollowableError, RecursionError):
         return None
-    return walk.reads_learned
+    return walk.reads_sought
 
 
 class _Walk:
     """One walk over all that a function reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_sought: Callable[[Tensor], bool] | None = None) -> None:
+        self._is_sought = is_sought
         self._met: dict[object, int] = {}
         self._alive: list[object] = []  # Python reuses the id of an object that is gone
         self._names: set[str] = set()  # attributes that the code of the walk names
         self._modules: list[types.ModuleType] = []
         self._kinds: list[type] = []  # of instances
         self._roots: set[str] = set()  # libraries
-        self.reads_learned = False  # whether a tensor requires a gradient
+        self.reads_sought = False  # whether a tensor is one of those sought
         self._is_making = False  # whether the code may make an instance of the class of another object
 
     def whole(self, x: object) -> Hashable:
@@ -165,8 +179,8 @@ class _Walk:
                 if (made := value(x)) is None:
                     raise _UnfollowableError
                 if known is not Tensor:
-                    return made
-                self.reads_learned = self.reads_learned or x.requires_grad
+                    return made if self._is_sought is None else (made, self._of_spec(x, kind))
+                self.reads_sought = self.reads_sought or (self._is_sought is not None and self._is_sought(x))
                 return made, self._of_instance(kind), self.of(read_attributes(x))
         if issubclass(kind, _CONSTANT):
             return x
@@ -187,6 +201,11 @@ class _Walk:
         if kind is _FIELD_OF_NAMEDTUPLE:
             return self.of(x.__reduce__()[1])
         return self._object(x, kind)
+
+    def _of_spec(self, x: Any, kind: type) -> Hashable:
+        """All that a spec, or an array of numpy, reads besides what makes up its content."""
+        own = cast("dict[str, Any]", read_attributes(x) or {})
+        return self._each((kind, *(value for name, value in own.items() if name not in CACHES_OF_SPECS)))
 
     def _object(self, x: Any, kind: type) -> Hashable:
         """A container, with its elements, or an instance of a class written in Python, with its attributes."""

@@ -37,6 +37,19 @@ Union: TypeAlias = "list[Interval] | None"
 """The keys in any of the intervals, which may overlap; None where the intervals are unknown."""
 
 
+def for_queries_moved(x: Interval, by: "int | NDArray[np.int64]") -> Interval:
+    """The interval where the query at q has the keys that x gives to the one at q + by.
+
+    Args:
+        by: an int, or an array [batch or 1, queries or 1].
+
+    >>> for_queries_moved(Interval(left=-3, right=1, start=2), 10)
+    Interval(left=7, right=11, start=2, stop=None)
+    """
+    left, right = (None if edge is None else edge + by for edge in (x.left, x.right))
+    return x._replace(left=left, right=right)
+
+
 def fault_of(found: object, batch: int, queries: int) -> str | None:
     """What keeps this from being a list of intervals whose edges fit a call of these sizes; None: nothing."""
     if not isinstance(found, list | tuple) or isinstance(found, Interval):  # which is a tuple, too

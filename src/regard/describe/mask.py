@@ -304,7 +304,7 @@ class Varying(Mask):
         return self.batch, self.heads
 
     def bind(self, sizes: CallSizes) -> Mask:
-        return self.inner.bind(sizes)
+        return bound_to(self.inner, sizes)
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:

@@ -231,6 +231,12 @@ class Rope(Position):
         """
         return self._scaled(_whole_tokens(tokens), torch.device("cpu"))
 
+    def frequencies_at(self, tokens: int | None, device: torch.device) -> Tensor:
+        """`frequencies` on a device, for a length of `length_of`: below 1 where positions are negative."""
+        if type(self).frequencies is Rope.frequencies:
+            return self._scaled(tokens, device)
+        return self.frequencies(None if tokens is None else max(tokens, 1)).to(device)
+
     def attention_factor(self, tokens: int | None = None) -> float:
         """The factor of rotated queries and keys, so scores get its square. 1 without scaling."""
         _whole_tokens(tokens)
@@ -284,7 +290,7 @@ class Rope(Position):
         return end_of(positions)
 
     def _table(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
-        frequencies, pairs = self._frequencies(length, positions.device), self.rotated // 2
+        frequencies, pairs = self.frequencies_at(length, positions.device), self.rotated // 2
         if frequencies.shape[-1:] != (pairs,):
             raise ProblemError(
                 f"{type(self).__name__} has frequencies of shape {list(frequencies.shape)}: expected [{pairs}], one "
@@ -292,12 +298,6 @@ class Rope(Position):
             )
         angles = positions.to(torch.float64)[..., None] * frequencies
         return rotation_table(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
-
-    def _frequencies(self, tokens: int | None, device: torch.device) -> Tensor:
-        """`frequencies` of any length, as positions may be negative."""
-        if type(self).frequencies is Rope.frequencies:
-            return self._scaled(tokens, device)
-        return self.frequencies(None if tokens is None else max(tokens, 1)).to(device)
 
     def _scaled(self, tokens: int | None, device: torch.device) -> Tensor:
         plain = _plain(self.rotated, self.base, device)
@@ -311,7 +311,7 @@ def has_own_rotate(rope: Rope) -> bool:
 
 def has_constant_table(rope: Rope) -> bool:
     """Whether the rotations of a rope depend on its fields and on the regime of its scaling alone, and on no tensor."""
-    if rope._kind.is_own and (rope.scaling is None or rope.scaling._kind.is_own):  # pyright: ignore[reportPrivateUsage]
+    if rope.is_own() and (rope.scaling is None or rope.scaling.is_own()):
         return True
     kind = type(rope)
     is_known = kind.frequencies is Rope.frequencies and kind.attention_factor is Rope.attention_factor

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.interval import Edge, Interval, Union, intersection
+from regard.describe.interval import Interval, Union, for_queries_moved, intersection
 from regard.describe.mask import (
     Bools,
     CallSizes,
@@ -22,7 +22,7 @@ from regard.describe.mask import (
     marked,
 )
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Prefix, Window
-from regard.describe.spec import spec
+from regard.describe.spec import bound_to, spec
 from regard.errors import ProblemError
 
 OF_POSITIONS = (Causal, Window, Prefix, Dilated, Global)
@@ -59,7 +59,8 @@ class Ragged(Mask):
         if self.inner is not None and not is_made_of(self.inner, OF_POSITIONS):
             raise ProblemError(
                 f"{self.inner!r} with rows of different lengths: expected a mask of positions (Causal, Window, Prefix, "
-                "Dilated, Global and combinations of them). Call attend row by row for others."
+                "Dilated, Global and combinations of them). For others attend to the stored keys and to the new ones "
+                "apart, attend_state(q, *stored) | attend_state(q, k, v, mask=...), or call attend row by row."
             )
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -83,7 +84,7 @@ class Ragged(Mask):
             return own
         inner = intervals_of(self.inner, sizes)
         back = lengths - self._keys  # from positions of the call to those of a row
-        moved = inner and [x._replace(left=_plus(x.left, back), right=_plus(x.right, back)) for x in inner]
+        moved = inner and [for_queries_moved(x, back) for x in inner]
         return intersection(own, moved)
 
     def signature(self, r: Rectangles) -> Ints:
@@ -98,7 +99,7 @@ class Ragged(Mask):
             raise ProblemError(f"{self!r} is for {len(self.lengths)} batch rows and the call has {sizes.batch}.")
         if max(self.lengths, default=0) > sizes.keys:
             raise ProblemError(f"{self!r} is for {max(self.lengths)} keys and the call has {sizes.keys}.")
-        return Ragged(None if self.inner is None else self.inner.bind(sizes), self.lengths, sizes.keys)
+        return Ragged(None if self.inner is None else bound_to(self.inner, sizes), self.lengths, sizes.keys)
 
     @property
     def _keys(self) -> int:
@@ -110,7 +111,3 @@ class Ragged(Mask):
     def _moved(self, r: Rectangles) -> Rectangles:
         by = self._keys - self._of_rows(r)
         return r._replace(q0=r.q0 - by, q1=r.q1 - by)
-
-
-def _plus(edge: Edge, by: Ints) -> Edge:
-    return None if edge is None else edge + by

@@ -77,7 +77,16 @@ class Score(Spec):
 
     @classmethod
     def prepared(cls, fingerprint: Fingerprint) -> "Prepared | None":
-        """What `prepare` does to a score of this fingerprint; None if nothing."""
+        """What `prepare` does to a score of this fingerprint; None if nothing.
+
+        Raises:
+            ProblemError: the class has a `prepare`, which would not be called, and no `prepared`.
+        """
+        if cls.prepare is not Score.prepare:
+            raise ProblemError(
+                f"{cls.__name__} defines prepare and no classmethod prepared, without which prepare is not called: "
+                "change q and k in compare(q, k), or before the call."
+            )
         return None
 
     def prepare(self, q: Tensor, k: Tensor) -> "tuple[Tensor, Tensor, Score | None]":

@@ -39,6 +39,7 @@ DOCUMENTS = (
     "lengths = cu_seqlens.diff()"
 )
 ROLLING = "say layout=Rolling(window, sinks=4), of regard.cache: the window counts the sinks"
+PAGES = "give as k and v what a KVCache of regard.cache with layout=Paged(page) returns: pages and lengths are in it"
 NO_MASK = "linear attention has no masks, only causal=True or False; for other masks, see regard.attend"
 LOOK = "weights are not kept, see regard.inspect for any of them"
 
@@ -117,6 +118,18 @@ KEYWORDS = {
     "max_seq_len": "leave it out: nothing depends on a largest length",
     "bias_k": "regard does not have it",
     "layer_idx": "leave it out: each module gets a cache of its own, cache=",
+    "block_table": PAGES,
+    "block_tables": PAGES,
+    "cache_seqlens": PAGES,
+    "seq_lens": PAGES,
+    "seqused_k": PAGES,
+    "k_scale": "leave it out: a KVCache with a codec, of regard.cache, stores its scales",
+    "v_scale": "leave it out: a KVCache with a codec, of regard.cache, stores its scales",
+    "window_left": WINDOW,
+    "custom_mask": TENSOR,
+    "pos_encoding_mode": "rotate q and k before the call, by regard.Rope; for ALiBi, bias=Alibi(heads)",
+    "qo_indptr": DOCUMENTS,
+    "kv_indptr": DOCUMENTS,
     "cu_seqlens": DOCUMENTS,
     "cu_seqlens_q": DOCUMENTS,
     "cu_seqlens_k": DOCUMENTS,
@@ -126,7 +139,7 @@ KEYWORDS = {
     "deterministic": "leave it out: there is no such option; the guarantees are in docs/guide.md",
     "head_first": "leave it out: tensors are always [batch, heads, tokens, dim]",
 }
-"""Keywords of torch, transformers, flash-attention, xFormers and JAX, and what to write here."""
+"""Keywords of torch, transformers, flash-attention, FlashInfer, xFormers and JAX, and what to write here."""
 
 SPECIAL: dict[str, dict[str, str]] = {
     "layout": {

@@ -13,9 +13,8 @@ graph serves every step of decoding, and no CUDA graph may be captured around it
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import wraps
-from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -57,6 +56,7 @@ from regard.torch_internals import (
     in_func_grad,
     is_batched,
     recording_gradients,
+    resolving_lazy_tensors,
     without_gradient_wrappers,
 )
 from regard.wide import wide_of
@@ -145,29 +145,37 @@ def _refusing(differentiated: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(differentiated)
     def checked(*arguments: Any, **options: Any) -> Any:
-        if any(map(_is_differentiated, arguments)):
-            _refuse_transforms()
+        if _has_any(arguments, _is_dual):
+            _refuse("forward-mode derivatives (jvp)")
+        if in_func_grad() and _has_any(arguments, _learns):
+            _refuse("torch.func.grad")
         return differentiated(*arguments, **options)
 
     return checked
 
 
-def _is_differentiated(argument: object) -> bool:
-    """Whether a derivative flows into a tensor, or into one of a list."""
-    if isinstance(argument, list | tuple):
-        return any(map(_is_differentiated, cast("Sequence[object]", argument)))
-    if not isinstance(argument, Tensor):
-        return False
-    return (argument.requires_grad and torch.is_grad_enabled()) or unpack_dual(argument).tangent is not None
+def _has_any(arguments: Sequence[object], holds: Callable[[Tensor], bool]) -> bool:
+    """Whether it holds of a tensor, or of one of a list."""
+    return any(
+        holds(each) if isinstance(each, Tensor) else _has_any(cast("Sequence[object]", each), holds)
+        for each in arguments
+        if isinstance(each, Tensor | list | tuple)
+    )
 
 
-def _refuse_transforms() -> None:
-    """Raise `RefusalError` in forward mode and inside of `torch.func.grad`."""
-    if in_forward_mode() or in_func_grad():
-        kind = "forward-mode derivatives (jvp)" if in_forward_mode() else "torch.func.grad"
-        raise RefusalError(
-            f"{kind} of {_TRACED} is not supported: {_UNTRACED}, or differentiate by torch.autograd.grad or backward()."
-        )
+def _is_dual(t: Tensor) -> bool:
+    """Whether it has a tangent; a level of forward mode, which is of all threads, says nothing of this call."""
+    return unpack_dual(t).tangent is not None
+
+
+def _learns(t: Tensor) -> bool:
+    return t.requires_grad and torch.is_grad_enabled()
+
+
+def _refuse(kind: str) -> NoReturn:
+    raise RefusalError(
+        f"{kind} of {_TRACED} is not supported: {_UNTRACED}, or differentiate by torch.autograd.grad or backward()."
+    )
 
 
 _library = _Library("regard", "DEF")
@@ -323,8 +331,8 @@ def _run(a: _Arguments, before: State | None = None) -> State:
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     # below autograd, torch cannot tell which tensors have a tangent
-    autograd = recording_gradients() if in_forward_mode() else nullcontext()
-    with torch.no_grad(), autograd:
+    keys = recording_gradients() if in_forward_mode() else resolving_lazy_tensors()
+    with torch.no_grad(), keys:
         state = _run(_Arguments.of(arguments))
     q: Tensor = arguments[0]
     by_token = q.stride(1) < q.stride(2)  # as q is, so that a program may view the output as a graph-less call's
@@ -365,8 +373,13 @@ def _backward(
             list(flowing), wanted, list(flowing.values()), allow_unused=True, materialize_grads=True
         )
     each = iter(grads)
-    whole = [next(each).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
+    whole = [_stored(next(each)) if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
     return whole[0], whole[1], whole[2], whole[3:]
+
+
+def _stored(t: Tensor) -> Tensor:
+    """The tensor as graphs read it: its elements in order, conjugated or negated where torch would do so later."""
+    return t.resolve_conj().resolve_neg().contiguous()
 
 
 def _backward_fake(

@@ -23,15 +23,12 @@ from regard.backend.contract import Bound, RepeatableKernel, Repeated
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
 from regard.dispatch.choose import Plan
-from regard.plan.problem import Operands
+from regard.plan.problem import MAX_OFFSET, Operands
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import guard_of, is_ordinary
 
 KEPT = 256
 """Calls that are kept, with their kernels; none keeps a tensor of a call."""
-
-FARTHEST = 1 << 40
-"""The largest offset that a ready call takes."""
 
 LAST = 2
 """The most calls that are known by a guard at once: layers with two masks, or self-attention and cross-attention. A
@@ -82,7 +79,7 @@ def run(
     if not (
         (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
-        and (offset is None or (type(offset) is int and -FARTHEST < offset < FARTHEST))
+        and (offset is None or (type(offset) is int and -MAX_OFFSET < offset < MAX_OFFSET))
         and (backend is None or type(backend) is str)
         and (mask is None or (isinstance(mask, Mask) and (mask := mask.constant()) is not None))
     ):
@@ -96,7 +93,7 @@ def run(
                 and call.softcap == softcap
                 and call.backend == backend
                 and is_like(q, k, v)
-                and 0 < (keys := k.shape[2]) < FARTHEST
+                and 0 < (keys := k.shape[2]) < MAX_OFFSET
                 and v.shape[2] == keys
                 and call.plan() is not None
             ):
@@ -119,7 +116,7 @@ def _key(q: Tensor, k: Any, v: Any, mask: Fingerprint | None, scale: Any, softca
         sizes, (k_batch, k_heads, keys, k_dim), (v_batch, v_heads, values, v_dim) = q.shape, k.shape, v.shape
     except (RuntimeError, ValueError):  # of nested tensors, and of others than four axes
         return None
-    if type(keys) is not int or keys != values or not 0 < keys < FARTHEST:  # torch.jit traces sizes as tensors
+    if type(keys) is not int or keys != values or not 0 < keys < MAX_OFFSET:  # torch.jit traces sizes as tensors
         return None
     if kind is Tensor:
         return (

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.errors import ProblemError
+from regard.evaluate.common_prefix import common_prefix
 from regard.evaluate.models import Model, Reader
 from regard.evaluate.task import Cell, Example, Passage, Question
 
@@ -157,12 +158,7 @@ class Trunk:
     def _shared(self, context: tuple[int, ...], after: tuple[int, ...]) -> int:
         if context == after:
             return len(context)
-        return self.model.shared(_common(context, after))
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        return self.model.shared(common_prefix(context, after))
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from regard.describe.mask import Bools, CallSizes, Mask, Rectangles, bounds_of, broadcast_shape_of, kept_pairs, marked
+from regard.describe.spec import bound_to
 
 CHUNK = 1 << 22
 """Pairs that are evaluated at once."""
@@ -18,7 +19,7 @@ def block_layout(mask: Mask | bool, sizes: CallSizes, block: tuple[int, int]) ->
     down, across = (-(-tokens // size) for tokens, size in zip((sizes.queries, sizes.keys), block, strict=True))
     if isinstance(mask, bool):
         return np.full((1, 1, down, across), mask), np.full((1, 1, down, across), mask)
-    mask = mask.bind(sizes)
+    mask = bound_to(mask, sizes)
     batch, heads = broadcast_shape_of(mask)
     b, h, row, column = (x.reshape(-1) for x in np.indices((batch, heads, down, across)))
     r = Rectangles(

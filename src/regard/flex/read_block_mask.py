@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from regard.describe.fingerprint import Fingerprint
-from regard.describe.mask import And, Bools, CallSizes, Mask, Or, Positions
+from regard.describe.mask import And, Bools, CallSizes, Mask, Or, Positions, broadcast_shape_of
 from regard.describe.mask_by_term import MaskTerm
-from regard.describe.spec import spec
+from regard.describe.spec import bound_to, spec
 from regard.describe.tensors import ContentKey, content_key
 from regard.describe.term import Captured, Constant, Op, Term, Variable
 from regard.errors import ProblemError
@@ -44,7 +44,7 @@ _MaskKey = tuple[Fingerprint, tuple[int, ...]]
 
 
 def _key(mask: Mask, sizes: CallSizes, table: Tensor) -> _MaskKey:
-    return mask.fingerprint(), (*mask.bind(sizes).broadcast_shape(), *table.shape[:2])
+    return mask.fingerprint(), (*broadcast_shape_of(bound_to(mask, sizes)), *table.shape[:2])
 
 
 _readings: WeakKeyDictionary[BlockMask, _Reading] = WeakKeyDictionary()
@@ -91,17 +91,17 @@ class BlockLists(Mask):
         return self._together(has_full=True).keep(b, h, q, k)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        batch, heads = (1, 1) if self.own is None else self.own.broadcast_shape()
+        batch, heads = (1, 1) if self.own is None else broadcast_shape_of(self.own)
         return max(batch, self.full.shape[0]), max(heads, self.full.shape[1])
 
     def bind(self, sizes: CallSizes) -> Mask:
         own = True if self.own is None else self.own
         partial, full = _of_call(self.partial, sizes), _of_call(self.full, sizes)
         if _agrees(_Reading((), partial, full), own, sizes, (self.rows, self.columns)):
-            return (MaskTerm(Constant(True)) if self.own is None else self.own).bind(sizes)
+            return bound_to(MaskTerm(Constant(True)) if self.own is None else self.own, sizes)
         _refuse_fewer(self.partial, sizes)
         found = BlockLists(partial, full, self.rows, self.columns, self.own)
-        return found._together(bool(full.any())).bind(sizes)
+        return bound_to(found._together(bool(full.any())), sizes)
 
     def _together(self, has_full: bool) -> Mask:
         block = self.rows, self.columns

@@ -7,6 +7,12 @@ from torch import Tensor
 
 from regard.plan.schedule import Schedule
 
+LARGEST_DIM = 256
+"""The largest head dimension: the accumulators of a tile of queries must fit in registers."""
+
+LARGEST_DECODED_DIM = 1024
+"""The largest head dimension in decoding, where query rows are few: a latent and its rotated key have 576."""
+
 
 class Inputs(NamedTuple):
     """The operands as the kernels read them."""

@@ -9,13 +9,15 @@ backward kernels get their largest one and the logarithm of the sum of `exp(scor
 No row is read on the host: a program whose rows are all near 0 returns at once.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from regard.gpu.scores import LOG2E, OF_ANY_VALUE, bits_of, capped, unit_of, with_biases
+from regard.plan.far_lse import FAR_LSE
 
-FAR: tl.constexpr = tl.constexpr(1 << 15)
-"""The distance from which on rounding of a log-sum-exp changes weights by 0.2 % and more."""
+FAR: tl.constexpr = tl.constexpr(FAR_LSE[torch.float32])
+"""The distance from 0 from which on a log-sum-exp is in two numbers."""
 
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)

@@ -33,9 +33,6 @@ CHUNK = 128
 AMD = 64 << 10
 """Bytes of shared memory of AMD's chips; those of NVIDIA have more."""
 
-LARGEST_DIM = 1024
-"""Dimensions of a head that the kernel reads: a latent and its rotated key have 576."""
-
 
 class Tokens(NamedTuple):
     """Keys and values as a program reads them; dimensions are padded."""

@@ -120,7 +120,8 @@ def attention(
     if query.shape[0] == 1 < batch:  # one set of learned queries for all rows
         query = query.expand(batch, -1, -1, -1)
     options |= {"mask": keep, "bias": bias, "offset": offset}
-    with after_dropped(attention_mask.dropped if isinstance(attention_mask, LayerMask) else 0):
+    dropped = attention_mask.dropped if isinstance(attention_mask, LayerMask) else 0
+    with after_dropped(dropped, found is not None and found[0].kv.has_gaps):
         out = _attend(module, query, k, v, dropout=dropout if module.training else 0.0, **options)
     if found is not None:
         found[0].observe(_observe_queries(module, found[0], query), keep, scaling)
@@ -145,7 +146,7 @@ def _by_row(
     """The attention of a padded batch to a layer that evicts, [batch, queries, heads, v_dim]."""
 
     def run(q: Tensor, found: tuple[Any, Any], keep: Mask | None) -> Tensor:
-        with after_dropped(layer.get_seq_length() - sizes_of(found[0])[1]):
+        with after_dropped(layer.get_seq_length() - sizes_of(found[0])[1], layer.kv.has_gaps):
             return _attend(module, q, *found, mask=keep, **options)
 
     observed = functools.partial(_observe_queries, module, layer)

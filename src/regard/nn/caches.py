@@ -1,7 +1,6 @@
-"""`Caches`: the KV caches of a block. One call creates those of all blocks; a failed step rolls all of them back."""
+"""`Caches`: the KV caches of a block. One call creates those of all blocks."""
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,16 +55,3 @@ def _policy_with_rope(evict: Policy | None, attention: object) -> Policy | None:
     if has_own_rotate(rope) or (rope.scaling is not None and rope.scaling.looks_at_length()):
         return evict
     return replace(evict, rope=rope)
-
-
-@contextmanager
-def rollback_on_failure(caches: Sequence[Caches]) -> Generator[None]:
-    """If the body raises, remove the tokens that it appended, so that the caller can repeat it."""
-    before = [(cache, cache.tokens_seen) for pair in caches for cache in pair]
-    try:
-        yield
-    except BaseException:
-        for cache, seen in before:
-            if cache.tokens_seen > seen:
-                cache.crop(seen)
-        raise

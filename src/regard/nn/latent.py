@@ -27,6 +27,7 @@ from regard.nn.call_arguments import both, length_of, observed_mask
 from regard.nn.checks import check_cache, check_flags, check_input, check_observer
 from regard.nn.norm import RMSNorm
 from regard.nn.projections import opaque_weight, why_not_linear
+from regard.nn.rollback import RollbackOnFailure
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
@@ -202,28 +203,24 @@ class LatentAttention(SinkModule):
         self._check_absorbed(absorbed, cache)
         check_observer(cache, softcap=self.softcap)
         q, entries = self._queries(x), self._entries(x)
-        stored = 0 if cache is None else cache.tokens_seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         if self.position is not None:
             q_rope, entries = self._rotate(q_rope, entries, positions, cache)
         keys = values = entries.unsqueeze(1)
-        if cache is not None:  # a latent is both key and value
-            keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
-        if absorbed is None:
-            is_less = self._absorbed_is_less(q.shape[2], keys.shape[2])
-            absorbed = is_less and self._beyond_weights(with_hooks=True) is None
         visible = both(and_, self.mask, mask)
-        try:
+        with RollbackOnFailure(cache):
+            if cache is not None:  # a latent is both key and value
+                keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
+            if absorbed is None:
+                is_less = self._absorbed_is_less(q.shape[2], keys.shape[2])
+                absorbed = is_less and self._beyond_weights(with_hooks=True) is None
             form = self._absorbed if absorbed else self._expanded
-            with after_dropped(0 if cache is None else cache.tokens_seen - keys.shape[2]):
+            dropped = 0 if cache is None else cache.tokens_seen - keys.shape[2]
+            with after_dropped(dropped, cache is not None and cache.has_gaps):
                 out = form(q_nope, q_rope, keys, values, visible)
             if cache is not None and cache.evict is not None:
                 cache.observe(self._to_latents(q_nope, q_rope), observed_mask(visible, q, keys), self._scale)
-        except BaseException:
-            if cache is not None:
-                cache.crop(stored)  # so that the call can be made again
-            raise
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+            return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _rotate(
         self, q_rope: Tensor, entries: Tensor, positions: int | Tensor | None, cache: KVCache | None

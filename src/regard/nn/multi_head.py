@@ -27,6 +27,7 @@ from regard.errors import ProblemError
 from regard.nn.call_arguments import both, length_of, observed_mask
 from regard.nn.checks import check_cache, check_flags, check_input, check_observer, check_rolling
 from regard.nn.norm import RMSNorm
+from regard.nn.rollback import RollbackOnFailure
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
@@ -194,11 +195,12 @@ class MultiHeadAttention(SinkModule):
             tokens = length_of(rope, first, q.shape[2], k.shape[2], cache) if shard is None else shard.length
             q = rope.rotate(q, first, tokens)
             k = rope.rotate(k, first if context is None else stored, tokens)
-        if cache is not None:
-            k, v = cache.append(k, v)
         visible = both(and_, self.mask, mask)
-        try:
-            with after_dropped(0 if cache is None or context is not None else cache.tokens_seen - k.shape[2]):
+        with RollbackOnFailure(cache):
+            if cache is not None:
+                k, v = cache.append(k, v)
+            dropped = 0 if cache is None or context is not None else cache.tokens_seen - k.shape[2]
+            with after_dropped(dropped, cache is not None and cache.has_gaps):
                 out = attend(
                     q, k, v,
                     mask=visible,
@@ -211,14 +213,10 @@ class MultiHeadAttention(SinkModule):
                 )  # fmt: skip
             if cache is not None and cache.evict is not None:
                 cache.observe(q, observed_mask(visible, q, k), self.scale)
-        except BaseException:
-            if cache is not None:
-                cache.crop(stored)  # so that the call can be made again
-            raise
-        out = out.transpose(1, 2).flatten(2)
-        if self.gate_proj is not None:
-            out = out * torch.sigmoid(self.gate_proj(x))
-        return self.o_proj(out)
+            out = out.transpose(1, 2).flatten(2)
+            if self.gate_proj is not None:
+                out = out * torch.sigmoid(self.gate_proj(x))
+            return self.o_proj(out)
 
     def extra_repr(self) -> str:
         """The sizes, and the options that differ from their defaults."""

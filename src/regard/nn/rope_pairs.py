@@ -94,8 +94,7 @@ class RopePairs(Position):
 
     def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
         """[*positions.shape, groups, dim / 2, 2]."""
-        # not `frequencies`, which expects a length of at least 1: positions may be negative, and tokens 0
-        frequencies = self.rope._frequencies(length, torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
+        frequencies = self.rope.frequencies_at(length, torch.device("cpu"))
         chosen = frequencies[torch.tensor(self.pairs, device="cpu")].to(positions.device)
         angles = positions.double()[..., None, None] * chosen
         return rotation_table(angles, self.rope.attention_factor(), dtype, interleaved=True)

@@ -6,7 +6,6 @@ the norms) with RMSNorm and GELU. The masks, biases and positions are passed to 
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -22,11 +21,12 @@ from regard.describe.position import Absolute, Position
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
-from regard.nn.caches import Caches, caches_for, rollback_on_failure
+from regard.nn.caches import Caches, caches_for
 from regard.nn.checks import check_flags, check_input
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
+from regard.nn.rollback import RollbackOnFailure
 from regard.nn.shared_tensors import Shared, SharesTensors
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
@@ -184,7 +184,7 @@ class Encoder(SharesTensors):
             shard = token_positions()
             first = caches[0].own.tokens_seen if caches else None
             x = self.position.spec.add(x, first if shard is None else shard.positions)
-        with rollback_on_failure(caches) if caches else nullcontext():
+        with RollbackOnFailure(*(cache for pair in caches or () for cache in pair)):
             for block, pair in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, context, mask=mask, context_mask=context_mask, caches=pair)
         return self.norm(x)

@@ -17,7 +17,6 @@ to the ideal are taken; one contiguous block or zigzag's two, where they do.
 """
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from regard.parallel.layout import Layout, even_parts, joined
 from regard.parallel.pair_counts import PairCounts, pair_counts, rank_pairs, step_pairs
+from regard.parallel.route import ring_steps
 
 if TYPE_CHECKING:
     from regard.cost.pairs import Pattern
@@ -66,8 +66,8 @@ def balanced_by(counts: PairCounts, ranks: int, sending: float = 0.0) -> Layout:
     return found
 
 
-class Steps(NamedTuple):
-    """What a ring does in each step.
+class Slowest(NamedTuple):
+    """The ranks that a ring waits for.
 
     Attributes:
         pairs: [steps], of the rank with most of them.
@@ -80,26 +80,10 @@ class Steps(NamedTuple):
     sent: NDArray[np.int64]
 
 
-def steps_of(pairs: NDArray[np.int64], counts: Sequence[int]) -> Steps:
-    """The steps of a ring in which a block of keys goes no farther than it is needed (`route.py`).
-
-    Args:
-        pairs: [ranks, ranks] of `rank_pairs`.
-        counts: tokens of each rank.
-    """
-    route = import_module("regard.parallel.route").Route(pairs > 0)
-    tokens, rank = np.array(counts), np.arange(len(counts))
-    up, down = np.array(route.up), np.array(route.down)
-    most, sends = [int(pairs.diagonal().max())], [tokens * ((up > 0).astype(np.int64) + (down > 0))]
-    for step in range(1, route.steps + 1):
-        work, goes = np.zeros_like(tokens), np.zeros_like(tokens)
-        for way, hops in ((1, up), (-1, down)):
-            origin = (rank - way * step) % len(counts)
-            work += np.where(hops[origin] >= step, pairs[rank, origin], 0)
-            goes += np.where(hops[origin] > step, tokens[origin], 0)
-        most.append(int(work.max()))
-        sends.append(goes)
-    return Steps(np.array(most), np.stack(sends).max(axis=1), np.stack(sends).sum(axis=0))
+def steps_of(pairs: NDArray[np.int64], counts: Sequence[int]) -> Slowest:
+    """What the steps of a ring take, by its slowest ranks; see `ring_steps`."""
+    steps = ring_steps(pairs, counts)
+    return Slowest(steps.pairs.max(axis=1), steps.sent.max(axis=1), steps.sent.sum(axis=0))
 
 
 def time_of(pairs: NDArray[np.int64], counts: Sequence[int], sending: float) -> float:

@@ -21,18 +21,11 @@ from regard.parallel.layout import Layout, positions_of
 
 if TYPE_CHECKING:
     from regard.describe.mask import CallSizes, Mask
-    from regard.plan.schedule import Schedule
 
 Ints: TypeAlias = NDArray[np.int64]
 
 CHUNK = 1 << 20
 """Queries counted at once."""
-
-ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-"""How many bits of each byte are set."""
-
-TILE = 64
-"""The tile of the schedule of a mask whose intervals are unknown."""
 
 
 class PairCounts(Protocol):
@@ -72,12 +65,13 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int, batch: int = 1, head
     if not isinstance(mask, masks.Mask):
         raise ProblemError(f"mask is {mask!r}: expected a regard Mask, a regard.cost.Pattern, or None.")
     own_batch, own_heads = masks.broadcast_shape_of(mask)
-    bound = mask.bind(masks.CallSizes(max(own_batch, batch), max(own_heads, heads), tokens, tokens, 0))
-    sizes: CallSizes = masks.CallSizes(*masks.broadcast_shape_of(bound), tokens, tokens, 0)
+    sizes: CallSizes = masks.CallSizes(max(own_batch, batch), max(own_heads, heads), tokens, tokens, 0)
+    bound = import_module("regard.describe.spec").bound_to(mask, sizes)
+    sizes = masks.CallSizes(*masks.broadcast_shape_of(bound), tokens, tokens, 0)
     intervals = masks.intervals_of(bound, sizes)
     if intervals is not None:
         return IntervalCounts(tokens, intervals)
-    return TileCounts(import_module("regard.plan.tiling").cached_schedule(bound, sizes, TILE))
+    return import_module("regard.parallel.tile_counts").tile_counts(bound, sizes)
 
 
 def rank_pairs(counts: PairCounts, layout: Layout) -> Ints:
@@ -122,7 +116,7 @@ class IntervalCounts:
         found = np.zeros(len(edges) - 1, dtype=np.int64)
         for query in _chunks(queries):
             for low, high in self._kept(query):
-                found += _inside(high, edges) - _inside(low, edges)
+                found += inside(high, edges) - inside(low, edges)
         return found
 
     def sees(self, queries: Sequence[range], edges: Ints) -> NDArray[np.bool_]:
@@ -167,56 +161,7 @@ class IntervalCounts:
         return low, np.maximum(low, high)
 
 
-class TileCounts:
-    """Counts of a mask from its schedule: FULL tiles by their edges, PARTIAL ones by their bits."""
-
-    def __init__(self, tiles: "Schedule") -> None:
-        self.tokens, self.tiles = tiles.queries, tiles
-        self._before: Ints | None = None
-
-    def per_key(self, queries: Sequence[range], edges: Ints) -> Ints:
-        found = np.zeros(len(edges) - 1, dtype=np.int64)
-        s = self.tiles
-        positions = positions_of(queries)
-        tile, first = np.unique(positions // s.tile, return_index=True)
-        for t, rows in zip(tile.tolist(), np.split(positions % s.tile, first[1:]), strict=False):
-            for m in range(s.maps[0] * s.maps[1]):
-                found += self._row(m * s.query_tiles + t, rows, edges)
-        return found
-
-    def before(self, positions: Ints) -> Ints:
-        if self._before is None:
-            found, s = np.zeros(self.tokens + 1, dtype=np.int64), self.tiles
-            for t in range(s.maps[0] * s.maps[1] * s.query_tiles):
-                first = t % s.query_tiles * s.tile
-                each = self._per_query(t)[: self.tokens - first]
-                found[first + 1 : first + 1 + len(each)] += each
-            self._before = found.cumsum()
-        return self._before[positions]
-
-    def _per_query(self, t: int) -> Ints:
-        """The pairs of each row of a query tile."""
-        s = self.tiles
-        runs, patches = (slice(start[t], start[t + 1]) for start in (s.run_start, s.patch_start))
-        first = s.run_tile[runs] * s.tile
-        full = np.minimum(first + s.run_length[runs] * s.tile, s.keys) - first
-        return full.sum() + ONES[s.patterns[s.patch_pattern[patches]]].sum(axis=(0, 2), dtype=np.int64)
-
-    def _row(self, t: int, rows: Ints, edges: Ints) -> Ints:
-        """The pairs of some rows of a query tile."""
-        s, count = self.tiles, len(rows)
-        runs, patches = (slice(start[t], start[t + 1]) for start in (s.run_start, s.patch_start))
-        first = s.run_tile[runs] * s.tile
-        last = np.minimum(first + s.run_length[runs] * s.tile, s.keys)
-        found = count * (_inside(last, edges) - _inside(first, edges))
-        bits = np.unpackbits(s.patterns[s.patch_pattern[patches]][:, rows], axis=2, bitorder="little")
-        patch, key = np.nonzero(kept := bits.sum(axis=1, dtype=np.int64))
-        at = edges.searchsorted(s.patch_tile[patches][patch] * s.tile + key, side="right") - 1
-        np.add.at(found, at, kept[patch, key])
-        return found
-
-
-def _inside(x: Ints, edges: Ints) -> Ints:
+def inside(x: Ints, edges: Ints) -> Ints:
     """The sum over x of the tokens that [0, x) has in each segment; edges begin at 0 and end at the last x or later."""
     segments = len(edges) - 1
     at = np.minimum(edges.searchsorted(x, side="right") - 1, segments - 1)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from regard.cost.machine import Machine
 from regard.cost.model import Attention
@@ -30,7 +29,7 @@ from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout, even_parts
 from regard.parallel.pair_counts import pair_counts, rank_pairs
-from regard.parallel.route import Route
+from regard.parallel.route import ring_steps
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 STRIPE = 64
@@ -119,40 +118,6 @@ def block_bytes(a: Attention, tokens: int, c: ModelCost) -> int:
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Steps:
-    """One ring of one layer: [steps, ranks] of pairs, of tokens of keys that are computed with, and of tokens sent."""
-
-    pairs: NDArray[np.int64]
-    read: NDArray[np.int64]
-    sent: NDArray[np.int64]
-
-
-def ring_steps(pairs: NDArray[np.int64], counts: tuple[int, ...]) -> Steps:
-    """What each rank computes and sends at each step.
-
-    Args:
-        pairs: [ranks, ranks] of `rank_pairs`.
-        counts: tokens of each rank.
-
-    >>> causal = np.array([[3, 0], [4, 3]])  # 4 tokens, contiguous: rank 0 needs nothing of rank 1
-    >>> ring_steps(causal, (2, 2)).sent.tolist()
-    [[2, 0], [0, 0]]
-    """
-    ranks, route = len(counts), Route(pairs > 0)
-    steps = Steps(*(np.zeros((route.steps + 1, ranks), dtype=np.int64) for _ in range(3)))
-    for rank in range(ranks):
-        steps.pairs[0, rank] = pairs[rank, rank]
-        steps.read[0, rank] = counts[rank] * bool(pairs[rank, rank])
-        steps.sent[0, rank] = counts[rank] * (bool(route.up[rank]) + bool(route.down[rank]))
-        for step in range(1, route.steps + 1):
-            for visit in route.visits(rank, step):
-                steps.pairs[step, rank] += pairs[rank, visit.origin]
-                steps.read[step, rank] += counts[visit.origin] * visit.is_needed
-                steps.sent[step, rank] += counts[visit.origin] * visit.goes_on
-    return steps
 
 
 def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Layout, name: str, link: Link) -> Sharded:

@@ -17,10 +17,10 @@ from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Score
+from regard.describe.some_heads import bias_of_heads, mask_of_heads
 from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.call import Arguments, Place, ShardedCall, pose, route_of
-from regard.parallel.heads import bias_of_heads, mask_of_heads
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Ranks
 from regard.parallel.ring import run_ring
@@ -151,7 +151,8 @@ def _run_untraced(ring: Ranks, sharing: Ranks, arguments: Arguments) -> Tensor:
 def _state(ring: Ranks, call: ShardedCall, share: Share, s: Segment, q: Tensor, k: Tensor, v: Tensor) -> State:
     """The state of some heads, over all tokens of the ring."""
     f = call.formula
-    mask, bias = mask_of_heads(f.mask, s.heads), bias_of_heads(f.bias, s.heads)
+    heads = tuple(s.heads)
+    mask, bias = mask_of_heads(f.mask, heads), bias_of_heads(f.bias, heads)
     formula = replace(f, mask=mask, bias=bias, seed=mixed(f.seed, s.heads.start) if f.dropout else 0)
     queries, keys = share.queries.of_ring, share.keys.of_ring
     sizes = CallSizes(q.shape[0], len(s.heads), queries.tokens, keys.tokens, call.offset)

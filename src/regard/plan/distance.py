@@ -3,13 +3,15 @@
 A call of n queries and m keys has n * m scores, but only n + m - 1 distances.
 """
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, values_of
+from regard.describe.bias import Bias, TensorBias, values_of
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.tensors import reads_again
 from regard.lru_cache import LRUCache
@@ -37,19 +39,44 @@ def by_distance(
     return reduce(add, terms).expand(heads, count).contiguous()
 
 
-def vectors(problem: Problem, operands: Operands) -> Tensor | None:
-    """The terms of a bias that are vectors, added: float32 [heads, queries + keys - 1]; None without one.
+def split_by_distance(bias: Bias | None) -> tuple[Bias | None, list[Bias]]:
+    """The sum of the terms that depend on the distance alone, None without one; and the other terms.
+
+    >>> from regard import Alibi, TensorBias
+    >>> by_distance, others = split_by_distance(Alibi(2) + TensorBias(torch.zeros(3, 3)))
+    >>> by_distance, len(others)
+    (Alibi(heads=2), 1)
+    """
+    if bias is None:
+        return None, []
+    near: list[Bias] = []
+    others: list[Bias] = []
+    for term in bias.terms():
+        (near if term.per_distance() else others).append(term)
+    return (reduce(add, near) if near else None), others
+
+
+def vectors(
+    bias: Bias | None, problem: Problem, operands: Operands, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """A bias that depends on the distance alone, [heads, queries + keys - 1]; None without one.
 
     Query i and key j, both counted from 0 in the call, have the element i - j + keys - 1.
     """
-    terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
-    if not terms:
+    if bias is None:
         return None
-    p, sizes, bias, device = problem, operands.sizes, reduce(add, terms), operands.q.device
-    first, count = sizes.offset - (sizes.keys - 1), sizes.queries + sizes.keys - 1
-    if p.grad and bias.may_learn():
-        return by_distance(bias, p.heads, torch.float32, first, count, device)
-    return kept_by_distance(bias, p.heads, torch.float32, first, count, device)
+    p, sizes, device = problem, operands.sizes, operands.q.device
+    first, count = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
+    vectors_of = by_distance if p.grad and bias.may_learn() else kept_by_distance
+    return vectors_of(bias, p.heads, dtype, first, count, device)
+
+
+def table(others: Sequence[Bias], operands: Operands) -> Tensor | None:
+    """The rows of the other terms, [batch or 1, heads or 1, queries or 1, keys or 1]: after lowering, one tensor."""
+    if not others:
+        return None
+    (whole,) = cast("Sequence[TensorBias]", others)
+    return whole.rows(operands.q.shape[2], operands.offset)
 
 
 def kept_by_distance(

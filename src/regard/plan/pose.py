@@ -2,12 +2,14 @@
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd.forward_ad import unpack_dual
 
 from regard.describe.bias import Bias
+from regard.describe.content import reads_dual
 from regard.describe.mask import CallSizes
 from regard.describe.score import Dot, Score
 from regard.describe.spec import bound_to
+from regard.errors import ProblemError
 from regard.plan.checks import (
     check_device,
     check_has_data,
@@ -20,6 +22,7 @@ from regard.plan.checks import (
 )
 from regard.plan.problem import Operands, Problem, Storage, is_pairwise
 from regard.plan.request import Request
+from regard.storage.stored import StoredTensor
 from regard.torch_internals import current_func_transform, in_transform
 
 LARGEST = torch.finfo(torch.float32).max
@@ -50,7 +53,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
     for spec in specs:
         check_device(spec, q)
     tensors = (q, k, v, *([] if sink is None else [sink]), *(t for spec in specs for t in spec.tensors()))
-    transformed = _is_transformed(tensors)
+    transformed = _is_transformed(tensors, specs, stored)
     opaque = not transformed and any(has_own_operators(t) or t.is_neg() for t in tensors)
     problem = Problem(
         batch=batch,
@@ -107,7 +110,27 @@ def _non_contiguous(*tensors: Tensor) -> tuple[str, ...]:
     return tuple(name for name, t in zip("qkv", tensors, strict=False) if t.stride(3) != 1 and t.shape[3] > 1)
 
 
-def _is_transformed(tensors: tuple[Tensor, ...]) -> bool:
+def _is_transformed(
+    tensors: tuple[Tensor, ...], specs: list[Bias | Score], stored: tuple[StoredTensor, StoredTensor] | None
+) -> bool:
     if current_func_transform() is not None:
         return True
-    return in_transform() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if not in_transform():
+        return False
+    parts = [] if stored is None else [part for t in stored for part in t.parts]
+    is_stored_dual = any(_is_dual(part.data) for part in parts)
+    if is_stored_dual and any(part.kind != "plain" for part in parts):
+        raise ProblemError(
+            "keys or values with tangents (forward-mode derivatives) are in a cache that stores codes, which have no "
+            "tangents: use a cache without a codec."
+        )
+    return is_stored_dual or any(map(_is_dual, tensors)) or any(map(_may_read_dual, specs))
+
+
+def _is_dual(t: Tensor) -> bool:
+    return unpack_dual(t).tangent is not None
+
+
+def _may_read_dual(spec: Bias | Score) -> bool:
+    """Whether the methods of a user's class may read a tensor with a tangent, such as a weight of a module."""
+    return not spec.has_own_classes() and reads_dual([type(spec), spec.__dict__]) is not False

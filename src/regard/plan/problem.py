@@ -20,6 +20,9 @@ from regard.describe.score_function import ScoreFunction
 from regard.seeds import draw
 from regard.storage.stored import StoredTensor
 
+MAX_OFFSET = 1 << 40
+"""The largest offset, and length of an axis, that the compiled library takes: `LONGEST` of native/check.cpp."""
+
 
 class Storage(NamedTuple):
     """How the keys and values of a call are stored.

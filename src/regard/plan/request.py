@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, TensorBias
-from regard.describe.by_row import bias_by_row, mask_by_row
+from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
+from regard.describe.by_row import BiasByRow, bias_by_row, mask_by_row
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
@@ -105,8 +105,9 @@ class Request(NamedTuple):
             request = request._replace(offset=check_offset(self.offset)) if rows is None else self._by_row(rows)
         if isinstance(self.k, StoredTensor) or isinstance(self.v, StoredTensor):
             _check_ring(self)
-            mask, (k, v) = stored_pair(self.k, self.v, self.mask, self.bias, request.offset)
-            request = request._replace(k=k.placeholder, v=v.placeholder, mask=mask, stored=(k, v))
+            bias = request.bias if self.bias is None else _bias_of_ragged(self.bias, self.k)
+            mask, (k, v) = stored_pair(self.k, self.v, self.mask, bias, request.offset)
+            request = request._replace(k=k.placeholder, v=v.placeholder, mask=mask, bias=bias, stored=(k, v))
         return request
 
     def _by_row(self, first: tuple[int, ...]) -> "Request":
@@ -219,6 +220,21 @@ def _check_ring(request: Request) -> None:
         )
 
 
+def _bias_of_ragged(bias: Bias, k: object) -> Bias:
+    """`bias`, its Alibi and T5Bias at the positions of each row, where rows of k have different lengths."""
+    lengths = k.row_lengths if isinstance(k, StoredTensor) else None
+    if lengths is None or not isinstance(bias, Bias):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return bias
+    if any(type(t) not in (Alibi, T5Bias) and not _is_table_of_call(t) for t in bias.terms()):
+        return bias  # `stored_pair` raises
+    keys = cast(StoredTensor, k).shape[2]
+    return cast(Bias, bias_by_row(bias, tuple(length - keys for length in lengths)))
+
+
+def _is_table_of_call(term: Bias) -> bool:
+    return type(term) is TensorBias and term.offset is None
+
+
 def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offset: object) -> Mask | None:
     """The mask for rows of different lengths: the last query of each row is at its last key."""
     if offset is not None:
@@ -226,10 +242,10 @@ def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offs
             f"offset is {offset}, and the rows of the stored keys have different lengths: omit it, then the last query "
             "of each row is at its own last key."
         )
-    if isinstance(bias, Bias) and any(type(t) is not TensorBias or t.offset is not None for t in bias.terms()):
+    if isinstance(bias, Bias) and any(type(t) is not BiasByRow and not _is_table_of_call(t) for t in bias.terms()):
         raise ProblemError(
-            f"{bias!r} with rows of different lengths: expected a TensorBias without an offset, whose rows are the "
-            "queries of the call. Call attend row by row for others."
+            f"{bias!r} with rows of different lengths: expected Alibi or T5Bias (but in no graph), or a TensorBias "
+            "without an offset, whose rows are the queries of the call. Call attend row by row for others."
         )
     if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         return mask  # `pose` raises

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.inspect.intervene.rank_collapse import STACKS, Stack, random_rank_collapse
+from regard.inspect.intervene.rank_collapse import Stack, random_rank_collapse
 
 
 def test_attention_alone_collapses_doubly_exponentially():
@@ -15,7 +15,8 @@ def test_attention_alone_collapses_doubly_exponentially():
 
 
 def test_mlps_do_not_save_it_and_skips_do():
-    by = {str(stack): random_rank_collapse(stack, layers=12, draws=2).mean(1) for stack in STACKS}
+    stacks = Stack(), Stack(mlp=True), Stack(skip=True), Stack(skip=True, mlp=True)
+    by = {str(stack): random_rank_collapse(stack, layers=12, draws=2).mean(1) for stack in stacks}
     assert by["attention + MLPs"][4] < 1e-9
     assert by["attention"][4] < 1e-9
     assert by["attention + skips"][1] > 0.95 > by["attention + skips"][12] > 0.1

@@ -207,10 +207,10 @@ def test_what_the_sink_moves(call, weights, dense, both, sees):
     norms = moved.norm(dim=-1)
     torch.testing.assert_close(output_norms(v, w_o).double(), norms, atol=0, rtol=1e-5)
     rows = sees & (positions(call) > 0)
-    score = value_weighted(Inputs(weights, norms=norms.float()))
+    score = value_weighted(Inputs(weights, norms=norms.float()), token=0)
     check(score, both, lambda a: a[..., 0] * norms[..., :1] / (a * norms[:, :, None]).sum(-1).clamp(min=1e-30), rows)
     out = (dense.weights @ v.repeat_interleave(heads // kv_heads, dim=1).double()).to(call.q.dtype)
-    found = sink_output(Inputs(weights, v=v.to(call.q.dtype), out=out, w_o=w_o.to(call.q.dtype)))
+    found = sink_output(Inputs(weights, v=v.to(call.q.dtype), out=out, w_o=w_o.to(call.q.dtype)), token=0)
     for value, a in zip((found.value, found.chance), both, strict=True):
         ratio = a[..., 0] * norms[..., :1] / (a @ moved).norm(dim=-1).clamp(min=1e-30)
         torch.testing.assert_close(value.double(), mean_over(rows, ratio), atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -51,6 +51,7 @@ def outputs_of(heads):
     ("measure", "message"),
     [
         (lambda w: induction(w, torch.arange(29)), r"tokens is \[29\]: .* \[2, 29\]"),
+        (lambda w: induction(w, {"input_ids": torch.zeros(2, 29)}), r"pass its ids, tokens\['input_ids'\]"),
         (lambda w: induction_scan(w, torch.zeros(2, 29), ()), "shifts is empty"),
         (lambda w: offset_scan(w, ()), "offsets is empty"),
         (lambda w: offset_scan(w, (1, 0.5)), r"offsets is \[1, 0.5\]: expected integers"),

@@ -177,6 +177,32 @@ def test_two_measures_do_not_share_a_key(decoder):
     assert list(measure(decoder, torch.arange(9), [TWO_BACK, TWO_BACK])) == ["two_back"]
 
 
+def test_texts_may_be_what_a_tokenizer_returns():
+    model, tokenizer, texts = llama(), words(), ["the cat", "the dog"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert len(ids[0]) == len(ids[1]) > 1
+    expected = measure(model, ids, "entropy")["entropy"].value
+    for given in (texts, tokenizer(texts), tokenizer(texts, return_tensors="pt"), {"input_ids": ids}):
+        assert torch.equal(measure(model, given, "entropy", tokenizer=tokenizer)["entropy"].value, expected)
+    alone = measure(model, ids[0], "entropy")["entropy"].value
+    assert torch.equal(measure(model, tokenizer(texts[0]), "entropy")["entropy"].value, alone)
+
+
+def test_texts_of_several_lengths_are_refused(decoder: Decoder):
+    tokenizer, texts = words(), ["the cat sat", "the dog"]
+    with pytest.raises(ProblemError, match=r"^the texts have \d+ to \d+ tokens: give texts with the same number"):
+        measure(decoder, texts, "sink", tokenizer=tokenizer)
+    for ids in ([[1, 2, 3], [4, 5]], {"input_ids": [[1, 2, 3], [4, 5]]}):
+        with pytest.raises(ProblemError, match=r"^the texts have 2 to 3 tokens: give texts with the same number"):
+            measure(decoder, ids, "sink")
+    with pytest.raises(ProblemError, match="text_or_ids has padding, by its attention_mask"):
+        measure(decoder, {"input_ids": [[1, 2, 3], [0, 4, 5]], "attention_mask": [[1, 1, 1], [0, 1, 1]]}, "sink")
+    with pytest.raises(ProblemError, match=r"^text_or_ids has pixels: expected input_ids"):
+        measure(decoder, {"pixels": [[1, 2, 3]]}, "sink")
+    with pytest.raises(ProblemError, match="text_or_ids is a text and there is no tokenizer"):
+        measure(decoder, texts, "sink")
+
+
 def test_no_measures_and_no_tokens_are_refused(decoder: Decoder):
     with pytest.raises(ProblemError, match=r"^measures is empty: name some, such as \['sink', 'induction'\]"):
         measure(decoder, torch.arange(1, 9), [])

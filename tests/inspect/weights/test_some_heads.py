@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from regard import Alibi, Bias, T5Bias, TensorBias, TensorMask
+from regard import Alibi, Bias, T5Bias, TensorBias
+from regard.calls import Call, observe_calls
 from regard.describe.bias import Sum
-from regard.describe.mask import CallSizes, Rectangles
+from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import spec
 from regard.errors import ProblemError
+from regard.flex import flex_attention
+from regard.inspect.measures import offset_score
 from regard.inspect.sweep import by_triton, sweep
 from regard.inspect.weights.lazy import Weights
-from regard.inspect.weights.some_heads import OfHeads, bias_of_heads, key_heads
+from regard.inspect.weights.some_heads import key_heads
 from tests.inspect.dense import CASES, HEADS, definition, drawn
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -50,35 +53,6 @@ def test_heads_that_share_keys_evenly_go_on_sharing_them():
 def test_words_that_do_not_tell_heads_apart_stay_as_they_are():
     weights = Weights.of(CASES["padding to the left"]())
     assert weights.heads([1]).mask is weights.mask
-    bias = TensorBias(torch.randn(29, 29), 0)
-    assert bias_of_heads(bias, torch.tensor([1])) is bias
-
-
-def test_tables_stay_tables_that_engines_know():
-    index = torch.tensor([4, 1])
-    table, tensor = torch.randn(8, 6), torch.randn(6, 29, 29)
-    some = bias_of_heads(T5Bias(table) + TensorBias(tensor, 0), index)
-    assert isinstance(some, Sum)
-    assert isinstance(some.a, T5Bias)
-    assert isinstance(some.b, TensorBias)
-    assert torch.equal(some.a.table, table[:, index])
-    assert torch.equal(some.b.tensor, tensor[index])
-    alibi = bias_of_heads(Alibi(6), index)
-    assert alibi is not None
-    assert alibi.per_distance()
-
-
-def test_bounds_and_signatures_are_those_of_the_head_meant():
-    keep = torch.zeros(1, 2, 4, 4, dtype=torch.bool)
-    keep[0, 1] = True
-    mask = TensorMask(keep).bind(CallSizes(1, 2, 4, 4, 0))
-    first = Rectangles(*(np.array([n]) for n in (0, 0, 0, 4, 0, 4)))
-    second = first._replace(h=np.array([1]))
-    assert [bool(x[0]) for x in OfHeads(mask, (0,)).bounds(first)] == [False, False]
-    assert [bool(x[0]) for x in OfHeads(mask, (1,)).bounds(first)] == [True, True]
-    assert np.array_equal(OfHeads(mask, (1,)).signature(first), mask.signature(second))
-    assert not np.array_equal(mask.signature(first), mask.signature(second))
-    assert OfHeads(mask, (1, 0, 1)).broadcast_shape() == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +111,54 @@ def test_a_subclass_of_a_bias_has_values_of_its_own_in_some_heads_and_in_a_sweep
     torch.testing.assert_close(weights.heads([4, 1]).dense().double(), exact[:, [4, 1]], atol=1e-6, rtol=0)
     torch.testing.assert_close(sweep(weights).columns.double(), exact.sum(2), atol=1e-5, rtol=0)
     assert not by_triton.knows(weights) or OWN[name].per_distance()
+
+
+TABLE = torch.randn(HEADS)
+SCORES = {
+    "a term": lambda score, b, h, q, k: torch.sin(score) * (h + 1),
+    "a table": lambda score, b, h, q, k: torch.sin(score) * TABLE[h] - (q - k).abs() / 4,
+    "a function that cannot be traced": lambda score, b, h, q, k: _Doubled.apply(score) - 0.1 * h,
+    "a constant": lambda score, b, h, q, k: torch.zeros_like(score) * torch.sin(score),
+}
+
+
+class _Doubled(torch.autograd.Function):
+    """Twice the score."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score: torch.Tensor) -> torch.Tensor:
+        return 2 * score
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_call_of_flex_attention_has_the_weights_of_its_function_of_the_score(name: str):
+    score_mod, calls = SCORES[name], list[Call]()
+    q, k = torch.randn(2, HEADS, 29, 7), torch.randn(2, HEADS, 29, 7)
+    with observe_calls(calls.append):
+        out = flex_attention(q, k, k, score_mod=score_mod)
+    (call,) = calls
+    assert isinstance(call.bias, ScoreFunction)
+    h, i, j = torch.arange(HEADS)[:, None, None], torch.arange(29)[:, None], torch.arange(29)
+    expected = score_mod(q @ k.mT * 7**-0.5, 0, h, i, j).softmax(-1)
+    weights = Weights.of(call)
+    close = {"atol": 1e-5, "rtol": 0}
+    torch.testing.assert_close(weights.dense(), expected, **close)
+    torch.testing.assert_close(weights.dense() @ k, out, **close)
+    torch.testing.assert_close(weights.heads([4, 1]).dense(), expected[:, [4, 1]], **close)
+    torch.testing.assert_close(weights.heads(range(2, 4)).only(1).dense(), expected[1:, 2:4], **close)
+    torch.testing.assert_close(weights.scores(3, 5).softmax(-1), expected[:, :, 3:5], **close)
+    torch.testing.assert_close(sweep(weights).columns, expected.sum(2).double(), check_dtype=False, **close)
+    before = expected.diagonal(-1, 2, 3).mean(-1)
+    torch.testing.assert_close(offset_score(weights).value, before, check_dtype=False, **close)
+    row, key = torch.tensor([0, 28, 5]), torch.tensor([3, 0, 5])
+    torch.testing.assert_close(weights.pairs(row, key), expected[:, :, row, key], **close)

@@ -102,7 +102,8 @@ def edit_outputs(
         model: its modules number the layers, as in `observe`; calls outside of them, as those of another model, are
             left as they are. None numbers all calls in their order, from 0 at the start of the block: run the function
             once per block.
-        change: takes the site and the call, and returns the replacement of `call.out`, or None.
+        change: takes the site and the call, and returns the replacement of `call.out`, or None. It may compute the call
+            again, as with another mask: calls that it makes are not passed to it.
         named: the heads that `change` is about; heads that do not exist are an error.
 
     Raises:

@@ -195,9 +195,6 @@ class Stack:
         return " + ".join(parts)
 
 
-STACKS = (Stack(), Stack(mlp=True), Stack(skip=True), Stack(skip=True, mlp=True))
-
-
 @torch.no_grad()
 def random_rank_collapse(
     stack: Stack,

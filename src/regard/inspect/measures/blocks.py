@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.weights.lazy import Weights
-from regard.inspect.weights.scores import cap_and_bias, summed_bias
+from regard.inspect.weights.scores import biased_scores, cap_and_bias
 
 AT_ONCE = 2**19
 """Weights computed at a time: 2 MiB of float32, which fit into the CPU cache."""
@@ -51,8 +51,10 @@ def weighed(weights: Weights, dots: Tensor, rows: Tensor, keys: Tensor) -> Tenso
     Args:
         rows, keys: int64, of the axes after the group, [blocks, ...] each; they broadcast.
     """
-    bias = None if weights.bias is None else summed_bias(weights.bias, coordinates(weights, rows, keys), dots.dtype)
-    scores = cap_and_bias(dots, weights.softcap, bias)
+    if weights.bias is None:
+        scores = cap_and_bias(dots, weights.softcap, None)
+    else:
+        scores = biased_scores(dots, weights.softcap, weights.bias, coordinates(weights, rows, keys))
     heads = weights.k.shape[1], -1
     of_rows = weights.totals.at(lambda t: _gather(t.unflatten(1, heads)[..., None], rows[:, None])[..., 0])
     return of_rows.logs(scores).clamp_(max=MOST).exp_()

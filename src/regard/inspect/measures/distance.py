@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.means import looks_ahead, mean_over_rows, selected_rows
+from regard.inspect.measures.means import check_distances, looks_ahead, mean_over_rows, selected_rows
 from regard.inspect.measures.measure import Inputs
 from regard.inspect.measures.score import HeadScores
 
@@ -41,6 +41,9 @@ def distance_profile(inputs: Inputs) -> Profile:
 
     Chance: the profile of uniform attention.
 
+    Raises:
+        ProblemError: a cache dropped tokens between the keys.
+
     >>> from regard import Causal
     >>> from regard.inspect.weights.lazy import Weights
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
@@ -49,6 +52,7 @@ def distance_profile(inputs: Inputs) -> Profile:
     >>> found.edges, found.value  # distance 0: the mean of 1, 1/2 and 1/3; 1: of 0, 1/2, 1/3; 2 and more: of 0, 0, 1/3
     ((0, 1, 2), tensor([[[0.6111, 0.2778, 0.1111]]], dtype=torch.float64))
     """
+    check_distances(inputs.weights, "distance_profile")
     weights, swept, even = inputs.weights, inputs.swept, inputs.even
     firsts, (queries, keys) = weights.first_positions, weights.shape[2:]
     furthest = max(max(firsts) + queries - 1, keys - 1 - min(firsts), 0)
@@ -68,7 +72,7 @@ def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
         width: a power of two, as the bins are.
 
     Raises:
-        ProblemError: the width is no power of two.
+        ProblemError: the width is no power of two, or a cache dropped tokens between the keys.
 
     >>> from regard import Causal
     >>> from regard.inspect.weights.lazy import Weights
@@ -79,6 +83,7 @@ def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
     """
     if width < 1 or width & (width - 1):
         raise ProblemError(f"width is {width}: expected a power of two, like the bins of distances.")
+    check_distances(inputs.weights, "local_mass")
     bins = width.bit_length()
     value, chance = (one.bins[..., :bins].sum(-1) for one in (inputs.swept, inputs.even))
     return mean_over_rows(inputs.weights, value, chance, inputs.rows)
@@ -92,7 +97,7 @@ def mean_distance(inputs: Inputs) -> HeadScores:
     Chance: the same of uniform attention.
 
     Raises:
-        ProblemError: some row sees a later key.
+        ProblemError: some row sees a later key, or a cache dropped tokens between the keys.
 
     >>> from regard import Causal
     >>> from regard.inspect.weights.lazy import Weights
@@ -102,6 +107,7 @@ def mean_distance(inputs: Inputs) -> HeadScores:
     HeadScores(value=tensor([[1.]]), chance=tensor([[0.5000]]))
     """
     weights = inputs.weights
+    check_distances(weights, "mean_distance")
     if looks_ahead(weights):
         raise ProblemError("some row sees later keys: mean_distance needs causal attention; use distance_profile.")
     value, chance = (

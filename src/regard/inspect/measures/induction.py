@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, kept, scaled_queries, summed, weighed
-from regard.inspect.measures.means import Tokens, one_in, selected_rows, tokens_of
+from regard.inspect.measures.means import Tokens, check_positions, one_in, selected_rows, tokens_of
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -134,7 +134,7 @@ def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | N
         NaN for a sequence without repeated tokens.
 
     Raises:
-        ProblemError: the tokens are not [batch, keys], or not integers.
+        ProblemError: the tokens are not [batch, keys], or not integers; a cache dropped tokens of the text.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 1, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
@@ -181,6 +181,7 @@ def induction_scan(
         raise ProblemError("shifts is empty: expected distances after an earlier occurrence, 1 for induction.")
     if any(index_of(shift) is None for shift in shifts):
         raise ProblemError(f"shifts is {list(shifts)}: expected integers, 1 for induction.")
+    check_positions(weights, "induction")
     tokens = tokens_of(weights, tokens)
     on_host = tokens.cpu()  # blocks are found there: tokens are read once, and not each size of a block
     each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(on_host)]

@@ -1,6 +1,6 @@
 """Which rows a mean counts, and uniform attention over the mask of a call, from which chance values are computed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -59,6 +59,8 @@ def tokens_of(weights: Weights, tokens: Tokens) -> Tensor:
 
 def token_ids(tokens: Tokens) -> Tensor:
     """Token ids as a tensor of integers of any shape. Raises `ProblemError` if they are not integers."""
+    if isinstance(tokens, Mapping):
+        raise ProblemError("tokens is a mapping, as a tokenizer returns: pass its ids, tokens['input_ids'].")
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as unlike:
@@ -83,12 +85,29 @@ def per_key(weights: Weights, values: Tensor, what: str) -> Tensor:
     return values.to(weights.q.device)
 
 
-def key_of(weights: Weights, token: int) -> int:
+def key_of(weights: Weights, token: int | Tensor) -> int:
     """The position of a key of the call. Raises `ProblemError` if there is none."""
     number = index_of(token)
     if number is None or not 0 <= number < weights.shape[3]:
         raise ProblemError(f"token is {token}: expected the position of one of the {weights.shape[3]} keys.")
     return number
+
+
+def check_distances(weights: Weights, measure: str) -> None:
+    """Raise `ProblemError` where a cache dropped tokens between the keys: their distances in the text are unknown."""
+    if weights.has_gaps:
+        check_positions(weights, measure)
+
+
+def check_positions(weights: Weights, measure: str) -> None:
+    """Raise `ProblemError` where a cache dropped tokens: the positions of the keys in the text are then unknown."""
+    if weights.dropped:
+        raise ProblemError(
+            f"{measure} reads positions, and a cache dropped {weights.dropped:,} tokens before this call: which tokens "
+            "of the text its keys are is unknown. Measure a whole text in one pass, or use a cache that keeps all "
+            "tokens. Entropy, largest weights and columns need no positions. Distances are known behind a sliding "
+            "window, whose keys have no gaps."
+        )
 
 
 def uniform(weights: Weights, *, whole_batch: bool = False) -> Weights:
@@ -114,7 +133,8 @@ def uniform(weights: Weights, *, whole_batch: bool = False) -> Weights:
     q = torch.zeros((batch, heads, queries, 1), dtype=weights.dtype, device=weights.q.device)
     lse = seen.to(weights.dtype).log()
     return Weights(q, q.new_zeros((batch, heads, keys, 1)), lse, weights.mask, offset=weights.offset,
-                   sequence=weights.sequence, starts=weights.starts)  # fmt: skip
+                   sequence=weights.sequence, starts=weights.starts, dropped=weights.dropped,
+                   has_gaps=weights.has_gaps)  # fmt: skip
 
 
 def looks_ahead(weights: Weights) -> bool:

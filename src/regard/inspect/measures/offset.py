@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, scaled_queries, weighed
-from regard.inspect.measures.means import one_in, selected_rows
+from regard.inspect.measures.means import check_distances, one_in, selected_rows
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -66,7 +66,7 @@ def offset_scan(
     well: see `induction_scan`. O(queries x offsets).
 
     Raises:
-        ProblemError: no offsets, or not integers.
+        ProblemError: no offsets, or not integers; a cache dropped tokens between the keys.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 1, 0, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -78,6 +78,7 @@ def offset_scan(
         raise ProblemError("offsets is empty: expected the distances to score, 1 for the previous token.")
     if any(index_of(offset) is None for offset in offsets):
         raise ProblemError(f"offsets is {list(offsets)}: expected integers, 1 for the previous token.")
+    check_distances(weights, "a score at a distance")
     wanted, found = sorted(set(offsets)), dict[int, HeadScores]()
     while wanted:
         near = [offset for offset in wanted if offset < wanted[0] + SPAN]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import one_in, selected_rows
+from regard.inspect.measures.means import check_positions, one_in, selected_rows
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -25,7 +25,8 @@ def pattern_mass(weights: Weights, tokens: Tensor, pattern: Pattern, rows: Tenso
         rows: bool [batch, queries], the rows to count; None counts all that see a key.
 
     Raises:
-        ProblemError: the pattern returns anything but pairs of positions of the text, or a bool matrix of its size.
+        ProblemError: the pattern returns anything but pairs of positions of the text, or a bool matrix of its size;
+            a cache dropped tokens of the text.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 0, 0, 2]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -35,6 +36,7 @@ def pattern_mass(weights: Weights, tokens: Tensor, pattern: Pattern, rows: Tenso
     >>> pattern_mass(weights, torch.tensor([[7, 8, 9, 7]]), two_back)  # row 2 looks at key 0, row 3 not at key 1
     HeadScores(value=tensor([[0.5000]]), chance=tensor([[0.2917]]))
     """
+    check_positions(weights, "a pattern of pairs")
     batch, heads, queries, _ = weights.shape
     mask_heads = 1 if weights.mask is None or weights.mask.broadcast_shape()[1] == 1 else heads
     mass = torch.zeros((batch, heads, queries), dtype=weights.dtype, device=weights.q.device)

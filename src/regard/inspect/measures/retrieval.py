@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import rows_at_once, whole_rows
-from regard.inspect.measures.means import Tokens, token_ids
+from regard.inspect.measures.means import Tokens, check_positions, token_ids
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -34,7 +34,8 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
         since: the position of the first token that the model wrote.
 
     Raises:
-        ProblemError: tokens and needle that do not fit the calls, a needle without tokens, or no generated token.
+        ProblemError: tokens and needle that do not fit the calls, a needle without tokens, no generated token,
+            or a cache dropped tokens of the text.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 1, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
@@ -81,6 +82,8 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
 def _check(calls: list[Weights], tokens: Tensor, needle: Tensor) -> None:
     if not calls:
         raise ProblemError("calls is empty: pass the weights of the layer, of one call or of every step.")
+    for call in calls:
+        check_positions(call, "retrieval")
     batch, keys = calls[0].shape[0], max(call.shape[3] for call in calls)
     if tokens.shape != needle.shape or tokens.shape[0] != batch or tokens.shape[1] < keys or needle.dtype != torch.bool:
         raise ProblemError(

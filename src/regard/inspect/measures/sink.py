@@ -1,9 +1,12 @@
 """The mass on one token, usually the first: sinks, by both published thresholds."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from regard.inspect.measures.means import key_of, one_in, selected_rows
+from regard.errors import ProblemError
+from regard.inspect.measures.means import check_positions, key_of, one_in, selected_rows
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -11,7 +14,11 @@ THRESHOLDS = (0.3, 0.8)
 """The thresholds of alpha above which a head has a sink: Gu et al. 2024, and Barbero et al. 2025."""
 
 
-def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadScores:
+Token = int | Tensor | None
+"""The position of a token, of all sequences or int64 [batch]; None: the first token of each, `first_tokens`."""
+
+
+def sink(weights: Weights, token: Token = None, rows: Tensor | None = None) -> HeadScores:
     """The mean mass that later rows put on one token: mean of A[i, token] over rows with p_i > token.
 
     Xiao et al. 2023, arXiv:2309.17453; Gu et al. 2024, arXiv:2410.10781, §3, whose `alpha` also counts the row
@@ -20,8 +27,13 @@ def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadSc
 
     Chance: the mean over the same rows of 1 / visible keys, 0 where the mask hides the token.
 
+    Args:
+        token: its position among the keys, or int64 [batch], one for each sequence. None: the first of each sequence,
+            also behind padding, see `first_tokens`.
+        rows: bool [batch, queries], the rows to count; None counts all that see a key.
+
     Raises:
-        ProblemError: there is no such token.
+        ProblemError: there is no such token, or a cache dropped tokens of the text.
 
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
@@ -29,11 +41,14 @@ def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadSc
     >>> sink(weights)  # the mean of 1/2 and 1/3
     HeadScores(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
     """
-    return _column(weights, token, weights.positions > token, rows)
+    column = column_of(weights, token, "sink")
+    return HeadScores.of_rows(column.mass, column.even, selected_rows(weights, rows) & column.later)
 
 
-def alpha(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadScores:
+def alpha(weights: Weights, token: Token = None, rows: Tensor | None = None) -> HeadScores:
     """The sink score of each head: alpha_k = 1 / (n - k) sum_{i >= k} A[i, k], the row of token k with them.
+
+    Token and rows as in `sink`.
 
     Gu et al. 2024, arXiv:2410.10781, §3, who count the heads with alpha above 0.3 on texts of 64 tokens; Barbero et al.
     2025, arXiv:2504.02732, above 0.8. A model's is the mean over its layers. It is a share of heads, not of mass, and
@@ -47,11 +62,80 @@ def alpha(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadS
     >>> alpha(weights)  # the mean of 1, 1/2 and 1/3
     HeadScores(value=tensor([[0.6111]]), chance=tensor([[0.6111]]))
     """
-    return _column(weights, token, weights.positions >= token, rows)
+    column = column_of(weights, token, "alpha")
+    itself = weights.positions == column.key[:, None, None]
+    return HeadScores.of_rows(column.mass, column.even, selected_rows(weights, rows) & (column.later | itself))
 
 
-def _column(weights: Weights, token: int, later: Tensor, rows: Tensor | None) -> HeadScores:
-    token = key_of(weights, token)
+class Column(NamedTuple):
+    """The weights on one token of each sequence; see `column_of`."""
+
+    key: Tensor  # int64 [batch]
+    mass: Tensor  # [batch, heads, queries]
+    even: Tensor  # the same in uniform attention
+    later: Tensor  # bool, rows after the token; broadcasts to [batch, heads, queries]
+
+
+def column_of(weights: Weights, token: Token, measure: str) -> Column:
+    """The weights on a token, for a measure of that name.
+
+    Raises:
+        ProblemError: there is no such token, or a cache dropped tokens of the text.
+    """
+    check_positions(weights, measure)
+    keys = _keys(weights, token)
     row = torch.arange(weights.shape[2], device=weights.q.device)
-    chance = one_in(weights) * weights.keep(row, torch.full_like(row, token))
-    return HeadScores.of_rows(weights.columns(token, token + 1)[..., 0], chance, selected_rows(weights, rows) & later)
+    parts = [weights] if len(set(keys)) == 1 else [weights.only(b) for b in range(weights.shape[0])]
+    mass, seen = list[Tensor](), list[Tensor]()
+    for part, key in zip(parts, keys, strict=False):
+        mass.append(part.columns(key, key + 1)[..., 0])
+        seen.append(part.keep(row, torch.full_like(row, key)).expand(part.shape[:3]))
+    key = torch.tensor(keys, device=row.device)
+    return Column(key, torch.cat(mass), one_in(weights) * torch.cat(seen), weights.positions > key[:, None, None])
+
+
+def first_tokens(weights: Weights) -> list[int]:
+    """The position of the first token of each sequence: 0, or behind padding the first key that one of its rows sees.
+
+    A call that begins later in the text does not tell padding from keys that its rows cannot see, as behind a window:
+    there it is 0. In the decode steps of a batch with padding pass the positions, `attention_mask.int().argmax(1)`.
+
+    >>> from regard import Causal, TensorMask
+    >>> q = torch.zeros(2, 1, 3, 2)
+    >>> real = TensorMask(torch.tensor([[True, True, True], [False, True, True]])[:, None, None])
+    >>> first_tokens(Weights(q, q, torch.zeros(2, 1, 3), Causal() & real))
+    [0, 1]
+    """
+    batch, heads, queries, keys = weights.shape
+    if weights.mask is None or 0 not in weights.first_positions:
+        return [0] * batch
+    row = torch.arange(queries, device=weights.q.device)
+    seen = weights.keep(row, torch.zeros_like(row)).flatten(1).any(1).expand(batch).tolist()
+    step = max(1, 2**20 // max(1, heads * queries))
+    return [0 if sees else _first_seen(weights.only(b), row, keys, step) for b, sees in enumerate(seen)]
+
+
+def _first_seen(weights: Weights, row: Tensor, keys: int, step: int) -> int:
+    """The same of a batch of one, whose rows do not see key 0."""
+    if weights.first_position != 0:
+        return 0
+    for some in torch.arange(keys, device=row.device).split(step):
+        seen = weights.keep(row[:, None], some[None]).flatten(0, 2).any(0)
+        if bool(seen.any()):
+            return int(some[0]) + int(seen.int().argmax())
+    return 0
+
+
+def _keys(weights: Weights, token: Token) -> list[int]:
+    """The position of the token in each sequence, checked."""
+    batch = weights.shape[0]
+    if token is None:
+        return first_tokens(weights)
+    if not isinstance(token, Tensor) or token.numel() == 1:
+        return [key_of(weights, token)] * batch
+    if tuple(token.shape) != (batch,):
+        raise ProblemError(
+            f"token is {list(token.shape)}: expected the position of a key, or one for each sequence, int64 [batch] = "
+            f"[{batch}]."
+        )
+    return [key_of(weights, each) for each in token.tolist()]

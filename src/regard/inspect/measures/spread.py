@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.inspect.measures.means import mean_over_rows, one_in, selected_rows
+from regard.inspect.measures.means import check_positions, mean_over_rows, one_in, selected_rows
 from regard.inspect.measures.measure import Inputs
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
@@ -110,6 +110,7 @@ def positional(inputs: Inputs) -> HeadScores:
     >>> found.value, found.at  # rows 1 and 2 of 4 look at the token before
     (tensor([[0.5000]]), tensor([[1]]))
     """
+    check_positions(inputs.weights, "positional")
     weights, swept = inputs.weights, inputs.swept
     counted = selected_rows(weights, inputs.rows)
     distance = weights.positions - swept.top_key  # [batch, heads, queries]

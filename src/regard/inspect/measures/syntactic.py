@@ -9,6 +9,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.blocks import rows_at_once, whole_rows
+from regard.inspect.measures.means import check_positions
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -59,7 +60,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
         pairs: int64 [pairs, 3]: sequence of the batch, position of the query, position of the key.
 
     Raises:
-        ProblemError: no pairs, another shape, or a position that the call does not have.
+        ProblemError: no pairs, another shape, a position that the call does not have, or a cache dropped tokens.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 0, 0, 2]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -68,6 +69,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     >>> found.accuracy.value, found.baseline, found.offset
     (tensor([[0.5000]]), 1.0, 2)
     """
+    check_positions(weights, "syntactic")
     pairs = torch.as_tensor(pairs, device=weights.q.device)
     _check(weights, pairs)
     batch, heads, _, _ = weights.shape

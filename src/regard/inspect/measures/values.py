@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import key_of, one_in, selected_rows, uniform
+from regard.inspect.measures.means import check_positions, selected_rows, uniform
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.score import HeadScores
+from regard.inspect.measures.sink import Token, column_of
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
 from regard.wide import wide_of
@@ -40,6 +41,7 @@ def first_value(inputs: Inputs) -> HeadScores:
     HeadScores(value=tensor([[0.5000, 0.5000]]), chance=tensor([[1., 1.]]))
     """
     v = required(inputs.v, "v")
+    check_positions(inputs.weights, "first_value")
     value = value_norms(v)[:, :, 0].repeat_interleave(inputs.weights.shape[1] // v.shape[1], dim=1)
     return HeadScores(value, torch.ones_like(value))
 
@@ -79,16 +81,16 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
     return weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
 
 
-def value_weighted(inputs: Inputs, token: int = 0) -> HeadScores:
+def value_weighted(inputs: Inputs, token: Token = None) -> HeadScores:
     """The share of a token in the output of a head, by norms of weight times value: sinks are small by this measure.
 
         mean over rows with p_i > token of  A[i, token] nu_token / sum_j A[i, j] nu_j,      nu_j = ||v_j W_O||
 
-    Kobayashi et al. 2020, arXiv:2004.10102, §4, who compare these norms by kind of token. Rows as in `sink`. Reads
-    `Inputs.norms`, from `output_norms`. Chance: the same share in uniform attention.
+    Kobayashi et al. 2020, arXiv:2004.10102, §4, who compare these norms by kind of token. Token and rows as in
+    `sink`. Reads `Inputs.norms`, from `output_norms`. Chance: the same share in uniform attention.
 
     Raises:
-        ProblemError: there is no such token, or the norms are of other heads or keys.
+        ProblemError: there is no such token, the norms are of other heads or keys, or a cache dropped tokens.
 
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
@@ -97,25 +99,24 @@ def value_weighted(inputs: Inputs, token: int = 0) -> HeadScores:
     tensor([[0.]])
     """
     weights, norms = inputs.weights, required(inputs.norms, "norms")
-    token = key_of(weights, token)
-    row = torch.arange(weights.shape[2], device=norms.device)
-    even = one_in(weights) * weights.keep(row, torch.full_like(row, token))
+    column = column_of(weights, token, "value_weighted")
     sums, even_sums = inputs.mean_norm(inputs.swept), inputs.mean_norm(inputs.even)
-    own, least = norms[:, :, token, None], torch.finfo(sums.dtype).tiny
-    value = weights.columns(token, token + 1)[..., 0] * own / sums.clamp(min=least)
-    chance = even * own / even_sums.clamp(min=least)
-    return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & (weights.positions > token))
+    own, least = norms[torch.arange(len(norms), device=norms.device), :, column.key, None], torch.finfo(sums.dtype).tiny
+    value = column.mass * own / sums.clamp(min=least)
+    chance = column.even * own / even_sums.clamp(min=least)
+    return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & column.later)
 
 
-def sink_output(inputs: Inputs, token: int = 0) -> HeadScores:
+def sink_output(inputs: Inputs, token: Token = None) -> HeadScores:
     """A token's contribution relative to the output of the head: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
 
-    Over rows with p_i > k, z_i the head's output. Near 0 the mass on k does nothing; contributions may cancel, so that
-    it may exceed 1. Gu et al. 2024, arXiv:2410.10781, on why sinks are harmless; the ratio is ours. Reads `Inputs.v`,
-    `out` and `w_o`. Chance: the same of uniform attention, whose outputs take a sweep: O(queries x keys x v_dim).
+    Over rows with p_i > k, z_i the head's output; token and rows as in `sink`. Near 0 the mass on k does nothing;
+    contributions may cancel, so that it may exceed 1. Gu et al. 2024, arXiv:2410.10781, on why sinks are harmless; the
+    ratio is ours. Reads `Inputs.v`, `out` and `w_o`. Chance: the same of uniform attention, whose outputs take a sweep:
+    O(queries x keys x v_dim).
 
     Raises:
-        ProblemError: there is no such token, or heads, tokens or widths do not match.
+        ProblemError: there is no such token, heads, tokens or widths do not match, or a cache dropped tokens.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(3)[[0, 0, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
@@ -127,18 +128,17 @@ def sink_output(inputs: Inputs, token: int = 0) -> HeadScores:
     """
     weights = inputs.weights
     v, out, w_o = (required(getattr(inputs, name), name) for name in ("v", "out", "w_o"))
-    token = key_of(weights, token)
+    column = column_of(weights, token, "sink_output")
     _check_output(v, w_o)
     _check_call(weights, v, out, w_o)
     group, dtype = weights.shape[1] // v.shape[1], weights.dtype
     v, out, w_o = (t.detach().to(dtype) for t in (v, out, w_o))
-    row = torch.arange(weights.shape[2], device=v.device)
-    even = one_in(weights) * weights.keep(row, torch.full_like(row, token))
-    own = _norms(v[:, :, token : token + 1].repeat_interleave(group, dim=1), w_o)  # [batch, heads, 1]
+    own = v[torch.arange(len(v), device=v.device), :, column.key][:, :, None]  # [batch, kv_heads, 1, v_dim]
+    own = _norms(own.repeat_interleave(group, dim=1), w_o)  # [batch, heads, 1]
     least = torch.finfo(dtype).tiny
-    value = weights.columns(token, token + 1)[..., 0] * own / _norms(out, w_o).clamp(min=least)
-    chance = even * own / _norms(_even_outputs(weights, v), w_o).clamp(min=least)
-    return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & (weights.positions > token))
+    value = column.mass * own / _norms(out, w_o).clamp(min=least)
+    chance = column.even * own / _norms(_even_outputs(weights, v), w_o).clamp(min=least)
+    return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & column.later)
 
 
 def _even_outputs(weights: Weights, v: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class Folder:
         metadata = {"layer": layer, "module": module, "scale": w.scale, "softcap": w.softcap, "offset": w.offset}
         path = self._path / f"{self._calls:06}-layer-{layer}{SUFFIX}"
         self._calls += 1
-        more = {"mask": mask_file, "bias": bias_file, "starts": w.starts}
+        more = {"mask": mask_file, "bias": bias_file, "starts": w.starts, "dropped": w.dropped, "has_gaps": w.has_gaps}
         _write(path, {name: t for name, t in tensors.items() if t is not None}, metadata | more)
         return partial(_read_parts, path, cast("Mask | None", mask), cast("Bias | None", bias))
 
@@ -152,8 +152,10 @@ def is_serializable(spec: Spec) -> bool:
 def _read_parts(path: Path, mask: Mask | None, bias: Bias | None) -> Parts:
     t, metadata = _read(path)
     rest = (mask, bias, metadata["scale"], metadata["softcap"], t.get("sink"), metadata["offset"])
-    starts = metadata.get("starts")  # which earlier versions did not write
-    weights = Weights(t["q"], t["k"], t["lse"], *rest, starts=None if starts is None else tuple(starts))
+    starts = metadata.get("starts")  # which earlier versions did not write, as what a cache dropped
+    more = {"dropped": metadata.get("dropped", 0), "has_gaps": metadata.get("has_gaps", False)}
+    starts = None if starts is None else tuple(starts)
+    weights = Weights(t["q"], t["k"], t["lse"], *rest, starts=starts, **more)
     return Parts(weights, t.get("v"), t.get("out"))
 
 

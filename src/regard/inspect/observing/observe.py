@@ -112,8 +112,8 @@ def observe(
             runs again in one forward (shared weights), it is the previous layer plus 1. Calls outside of its modules,
             as those of another model, are not observed. None observes all calls, and counts them.
         each: a function of a `Look`; the list then has a `Seen` with its result for each call, and one layer's tensors
-            are in memory at a time. None records a `RecordedCall` for each call: copies of q, k, lse, mask and bias,
-            which determine all weights.
+            are in memory at a time. Calls of attention that it makes itself are not observed. None records a
+            `RecordedCall` for each call: copies of q, k, lse, mask and bias, which determine all weights.
         layers: the layers to observe; None for all. Encoder and decoder layers can share numbers.
         values: whether a `RecordedCall` also has the values and the output of its call.
         to: where calls are recorded. None: on the device of each call. A device ("cpu"): there. "disk": in temporary

@@ -98,7 +98,7 @@ class Measured:
 
 def measure(
     model: nn.Module,
-    text_or_ids: str | Tokens,
+    text_or_ids: str | Sequence[str] | Mapping[str, Any] | Tokens,
     measures: Sequence[str | Measure] | str | Measure,
     *,
     tokenizer: Any = None,
@@ -112,15 +112,17 @@ def measure(
 
     Args:
         model: a model of transformers, or of regard (`regard.nn.Decoder`).
-        text_or_ids: a text, for which a tokenizer is needed; or token ids, integer [tokens] or [batch, tokens].
+        text_or_ids: a text or several, for which a tokenizer is needed; token ids, integer [tokens] or [batch, tokens];
+            or what a tokenizer returned, with `input_ids`. Several texts have the same number of tokens, as padding
+            would count as text.
         measures: keys of `regard.inspect.MEASURES`, and `Measure` values of your own.
         tokenizer: tokenises the text, and determines which tokens are drawn for repeats. None: for a text, the one that
             `regard.integrate.load` returned with the model.
         layers: layer numbers from 0, or one; None for all. They are those of a survey.
 
     Raises:
-        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, more tokens than a model
-            has positions, an unsupported measure, or a layer that does not attend.
+        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, texts of several lengths,
+            padding, more tokens than a model has positions, an unsupported measure, or a layer that does not attend.
 
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
@@ -135,7 +137,7 @@ def measure(
     chosen, numbers = named_measures(measures), layer_numbers(layers)
     if not chosen:
         raise ProblemError("measures is empty: name some, such as ['sink', 'induction'] (regard.inspect.MEASURES).")
-    if tokenizer is None and isinstance(text_or_ids, str):
+    if tokenizer is None and _is_text(text_or_ids):
         tokenizer = tokenizer_of(model)
     with torch.no_grad(), _running(model) as (running, run):
         texts = _texts(model, text_or_ids, chosen, tokenizer)
@@ -157,7 +159,7 @@ def measure(
     return {measure.key: Measured.of(measure, scores[measure.key]) for measure in chosen}
 
 
-def _texts(model: Any, text_or_ids: str | Tokens, measures: Iterable[Measure], tokenizer: Any) -> dict[Text, Tensor]:
+def _texts(model: Any, text_or_ids: object, measures: Iterable[Measure], tokenizer: Any) -> dict[Text, Tensor]:
     """The tokens of each kind of text that the measures are defined on, int64 [batch, tokens]."""
     needed, device = {measure.on for measure in measures}, next(model.parameters()).device
     found: dict[Text, Tensor] = {"text": _ids(text_or_ids, tokenizer)}
@@ -173,13 +175,18 @@ def _texts(model: Any, text_or_ids: str | Tokens, measures: Iterable[Measure], t
     return {text: ids.to(device) for text, ids in found.items() if text in needed}
 
 
-def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
-    if isinstance(text_or_ids, str):
+def _is_text(given: object) -> bool:
+    """Whether it is a text, or a list of texts."""
+    several = [given] if isinstance(given, str) else given
+    return isinstance(several, list | tuple) and bool(several) and all(isinstance(one, str) for one in several)
+
+
+def _ids(given: Any, tokenizer: Any) -> Tensor:
+    if _is_text(given):
         if tokenizer is None:
             raise ProblemError("text_or_ids is a text and there is no tokenizer: pass tokenizer=..., or token ids.")
-        ids = token_ids(tokenizer(text_or_ids, verbose=False)["input_ids"])
-    else:
-        ids = token_ids(text_or_ids)
+        given = tokenizer(given, verbose=False)
+    ids = token_ids(_encoded(given) if isinstance(given, Mapping) else _of_one_length(given))
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ProblemError(
@@ -187,6 +194,31 @@ def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
             "tokens or more."
         )
     return ids.long()
+
+
+def _encoded(given: Mapping[str, Any]) -> Any:
+    """The ids of what a tokenizer returned. Raises `ProblemError` if there are none, or some are padding."""
+    if "input_ids" not in given:
+        raise ProblemError(f"text_or_ids has {', '.join(map(str, given)) or 'no keys'}: expected input_ids.")
+    ids, mask = _of_one_length(given["input_ids"]), given.get("attention_mask")
+    if mask is not None and not bool(torch.as_tensor(mask).all()):
+        raise ProblemError(
+            "text_or_ids has padding, by its attention_mask, which would count as text: give texts with the same "
+            "number of tokens, or one text at a time."
+        )
+    return ids
+
+
+def _of_one_length(ids: Any) -> Any:
+    """The ids, if they are not lists of several lengths. Raises `ProblemError` for those."""
+    rows = ids if isinstance(ids, list | tuple) else []
+    lengths = sorted({len(row) for row in rows if isinstance(row, list | tuple)})
+    if len(lengths) > 1:
+        raise ProblemError(
+            f"the texts have {lengths[0]} to {lengths[-1]} tokens: give texts with the same number of tokens, or one "
+            "text at a time."
+        )
+    return ids
 
 
 def _check_length(model: Any, tokens: int) -> None:

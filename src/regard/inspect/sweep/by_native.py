@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from regard.describe.bias import Bias, TensorBias
 from regard.inspect.sweep.by_torch import BINS, Sweep
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Cells
-from regard.plan.distance import kept_by_distance
+from regard.plan.distance import kept_by_distance, split_by_distance
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 
@@ -28,13 +28,13 @@ TILE = 64
 def takes(weights: Weights) -> bool:
     """Whether the library is there, and knows all that the call is made of: it has one number for a row's total."""
     dtypes = {weights.q.dtype, weights.k.dtype}
-    terms = [] if weights.bias is None else weights.bias.terms()
+    _, others = split_by_distance(weights.bias)
     return (
         native.available()
         and weights.q.device.type == "cpu"
         and len(dtypes) == 1
         and dtypes <= set(native_calls.DTYPES)
-        and all(term.per_distance() or type(term) is TensorBias for term in terms)
+        and all(type(term) is TensorBias for term in others)
         and weights.totals.rest is None
     )
 
@@ -166,14 +166,13 @@ class _Inputs:
 
     def _bias(self, w: Weights, bias: Bias) -> None:
         """Terms that know the distance alone as a vector per head, the others as one tensor."""
-        far = [term for term in bias.terms() if term.per_distance()]
-        if far:
+        near, others = split_by_distance(bias)
+        if near is not None:
             first, count = w.offset - (w.shape[3] - 1), max(w.shape[2] + w.shape[3] - 1, 0)
-            vectors = kept_by_distance(reduce(add, far), w.shape[1], w.dtype, first, count)
+            vectors = kept_by_distance(near, w.shape[1], w.dtype, first, count)
             self._kept.append(vectors)
             self.fields |= {"distance": vectors.data_ptr(), "distance_head": vectors.stride(0)}
-        terms = [term for term in bias.terms() if type(term) is TensorBias]
-        tables = [w.own_rows(term.rows(w.shape[2], w.offset)) for term in terms]
+        tables = [w.own_rows(term.rows(w.shape[2], w.offset)) for term in cast("list[TensorBias]", others)]
         if tables:
             table = tables[0] if len(tables) == 1 else reduce(add, (table.to(w.dtype) for table in tables))
             table = table.detach().resolve_neg() if table.dtype in native_calls.DTYPES else table.detach().to(w.dtype)

@@ -5,20 +5,20 @@ from dataclasses import replace
 from functools import reduce
 from importlib.util import find_spec
 from operator import add
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, TensorBias
+from regard.gpu.call import LARGEST_DIM, Call, Inputs
 from regard.inspect.sweep.by_torch import BINS, Sweep
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Cells
-from regard.plan.distance import kept_by_distance
+from regard.plan.distance import kept_by_distance, split_by_distance
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
-
-LARGEST_DIM = 256
 
 TILE = 128
 """Tokens per side of a tile of the kernels' schedules."""
@@ -31,14 +31,14 @@ def takes(weights: Weights) -> bool:
 
 def knows(weights: Weights) -> bool:
     """Whether the kernel knows all that the call is made of, on whichever device."""
-    terms = [] if weights.bias is None else weights.bias.terms()
+    _, others = split_by_distance(weights.bias)
     dtypes = {weights.q.dtype, weights.k.dtype}
     return (
         len(dtypes) == 1
         and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
         and weights.q.shape[3] <= LARGEST_DIM
         and bool(weights.q.numel() and weights.k.numel())
-        and all(term.per_distance() or type(term) is TensorBias for term in terms)
+        and all(type(term) is TensorBias for term in others)
     )
 
 
@@ -46,7 +46,6 @@ def swept(
     weights: Weights, picture: int | None, along: Tensor | None, tick: Callable[[], None] | None = None
 ) -> Sweep:  # fmt: skip
     """See `regard.inspect.sweep.sweep`, which has checked the arguments."""
-    from regard.gpu.call import Call, Inputs
     from regard.gpu.inspect import means, sums
 
     w = weights
@@ -56,7 +55,8 @@ def swept(
     )
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (w.q.resolve_neg(), w.k.resolve_neg()))
     sink = None if w.sink is None else w.sink.float().contiguous()
-    inputs = Inputs(q, k, k, sink, _distance(w), _table(w))
+    near, others = split_by_distance(w.bias)
+    inputs = Inputs(q, k, k, sink, _distance(w, near), _table(w, others))
     call = Call(of_rows(tiles, w.sequence), w.scale, w.softcap, 0.0, 0)
     cells = None if picture is None else Cells(queries, keys, picture)
     found = sums(
@@ -98,18 +98,17 @@ def of_rows(tiles: Schedule, first: int) -> Schedule:
     return replace(tiles, batch=rows, maps=(rows, tiles.maps[1]), **lists, **starts)
 
 
-def _distance(w: Weights) -> Tensor | None:
+def _distance(w: Weights, near: Bias | None) -> Tensor | None:
     """Terms of the bias that know the distance alone, as a vector per head."""
-    far: list[Bias] = [] if w.bias is None else [term for term in w.bias.terms() if term.per_distance()]
-    if not far:
+    if near is None:
         return None
     (_, heads, queries, keys), first = w.shape, w.offset - (w.shape[3] - 1)
-    return kept_by_distance(reduce(add, far), heads, torch.float32, first, queries + keys - 1, w.q.device)
+    return kept_by_distance(near, heads, torch.float32, first, queries + keys - 1, w.q.device)
 
 
-def _table(w: Weights) -> Tensor | None:
+def _table(w: Weights, others: list[Bias]) -> Tensor | None:
     """The other terms of the bias, as one tensor."""
-    terms = [] if w.bias is None else [term for term in w.bias.terms() if type(term) is TensorBias]
+    terms = cast("list[TensorBias]", others)
     tables = [w.own_rows(term.rows(w.shape[2], w.offset)).detach() for term in terms]
     if not tables:
         return None

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.weights.scores import CallScores
-
-FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
-"""The distance from 0 from which on rounding of the log changes weights by 0.2 % and more."""
+from regard.plan.far_lse import FAR_LSE
 
 SCORES = 1 << 20
 """Scores computed at once."""
@@ -56,7 +54,7 @@ def totals(call: CallScores, total: Tensor) -> Totals:
     top = total.expand(call.shape[:3]).masked_fill(total == -torch.inf, 0.0)
     if call.bias is None and not top.is_cpu:
         return Totals(top)
-    far = (top.abs() > FAR[top.dtype]) & ~top.isinf()
+    far = (top.abs() > FAR_LSE[top.dtype]) & ~top.isinf()
     rows = far.any(0).any(0).nonzero()[:, 0]
     if not len(rows):
         return Totals(top)

@@ -52,6 +52,9 @@ class Weights(CallScores):
         sequence: the batch row of the first row of q (masks and biases may differ by batch row).
         starts: the position of the first query of each batch row of the call, where it has an offset for each; None
             reads them from mask and bias.
+        dropped: how many tokens of the text a cache dropped before this call. Positions are those among the keys that
+            are left, so measures by position raise a `ProblemError` where it is not 0.
+        has_gaps: whether it dropped others than the first ones, so that measures by distance raise it too.
 
     ```
     >>> import torch

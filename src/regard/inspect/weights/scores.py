@@ -2,7 +2,7 @@
 
     raw      scale * q.k
     capped   c * tanh(raw / c)        equal to raw where the call has no softcap
-    biased   capped + bias            equal to capped where it has no bias
+    biased   capped + bias            equal to capped where it has no bias; f(capped) for a `score_mod` f of flex
     weight   exp(biased - L)          0 where the mask hides the pair; L is `Weights.total`
 
 Scores are computed in float32, in float64 for calls in float64.
@@ -22,9 +22,11 @@ from regard.describe.bias import Bias, values_of
 from regard.describe.by_row import row_starts
 from regard.describe.mask import Mask
 from regard.describe.score import Dot
+from regard.describe.score_function import ScoreFunction
+from regard.describe.some_heads import bias_of_heads, mask_of_heads
 from regard.errors import ProblemError
 from regard.inspect.weights.index import index_of
-from regard.inspect.weights.some_heads import bias_of_heads, chosen_heads, key_heads, mask_of_heads
+from regard.inspect.weights.some_heads import chosen_heads, key_heads
 from regard.wide import wide_of
 
 Stage = Literal["raw", "capped", "biased"]
@@ -65,6 +67,20 @@ def summed_bias(bias: Bias, positions: tuple[Tensor, Tensor, Tensor, Tensor], dt
     return reduce(add, (values_of(term, *positions).to(dtype) for term in bias.terms()))
 
 
+def biased_scores(
+    raw: Tensor, softcap: float | None, bias: Bias | None, positions: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> Tensor:
+    """The scores that the softmax takes, of pairs at (b, h, q, k); a function of the score is applied to capped ones.
+
+    Args:
+        raw: scale * q.k, of the shape that the positions broadcast to; overwritten.
+    """
+    if isinstance(bias, ScoreFunction):
+        changed = bias.changed(cap_and_bias(raw, softcap, None), *positions)
+        return changed.clone(memory_format=torch.contiguous_format)  # may be a tensor of the user's, or an expanded one
+    return cap_and_bias(raw, softcap, None if bias is None else summed_bias(bias, positions, raw.dtype))
+
+
 @dataclass(frozen=True, eq=False)
 class CallScores:
     """The tensors, mask and bias of a call, and its scores; `Weights` documents the fields."""
@@ -80,6 +96,8 @@ class CallScores:
     offset: int = 0
     sequence: int = 0
     starts: tuple[int, ...] | None = None
+    dropped: int = 0
+    has_gaps: bool = False
 
     def __post_init__(self) -> None:
         if self.starts is None:
@@ -105,8 +123,8 @@ class CallScores:
                     "a function of your own that computes from `look.call`."
                 )
         sink = None if call.sink is None else call.sink.detach()
-        lse, starts = call.lse.detach(), call.starts
-        return cls(q, k, lse, call.mask, call.bias, call.scale, call.softcap, sink, call.offset, starts=starts)
+        lse, rest = call.lse.detach(), (call.mask, call.bias, call.scale, call.softcap, sink, call.offset)
+        return cls(q, k, lse, *rest, starts=call.starts, dropped=call.dropped, has_gaps=call.has_gaps)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -187,14 +205,15 @@ class CallScores:
         >>> Weights(q, k, torch.zeros(1, 6, 5)).heads([4, 1]).shape
         (1, 2, 5, 5)
         """
-        chosen = chosen_heads(index, self.shape[1]).to(self.q.device)
+        chosen = chosen_heads(index, self.shape[1])
+        heads, chosen = tuple(chosen.tolist()), chosen.to(self.q.device)
         return replace(
             self,
             q=self.q[:, chosen],
             k=self.k[:, key_heads(chosen, self.shape[1] // self.k.shape[1])],
             lse=self.lse[:, chosen],
-            mask=mask_of_heads(self.mask, chosen),
-            bias=bias_of_heads(self.bias, chosen),
+            mask=mask_of_heads(self.mask, heads),
+            bias=bias_of_heads(self.bias, heads),
             sink=None if self.sink is None else self.sink[chosen],
         )
 
@@ -275,10 +294,9 @@ class CallScores:
         """Dot products of queries i and keys j, which are overwritten, as scores of a stage."""
         products.mul_(self.scale)
         softcap = None if stage == "raw" else self.softcap
-        bias = None
-        if stage == "biased" and self.bias is not None:
-            bias = summed_bias(self.bias, self.coordinates(i, j), products.dtype)
-        return cap_and_bias(products, softcap, bias)
+        if stage != "biased" or self.bias is None:
+            return cap_and_bias(products, softcap, None)
+        return biased_scores(products, softcap, self.bias, self.coordinates(i, j))
 
 
 def _check_stage(stage: object) -> Stage:

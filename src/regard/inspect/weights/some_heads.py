@@ -1,4 +1,4 @@
-"""The mask and the bias of a call for some of its query heads: they may differ by head."""
+"""Query heads by their indices, and the key heads of them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,87 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, Sum, T5Bias, TensorBias
-from regard.describe.mask import Bools, Ints, Mask, Positions, Rectangles, signature_of
-from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.inspect.weights.index import index_of
-
-
-@spec
-class OfHeads(Mask):
-    """A mask whose head h is another mask's head `heads[h]`.
-
-    >>> from regard import TensorMask, draw
-    >>> both = TensorMask(torch.tensor([[[True, False], [True, True]], [[False, True], [False, False]]]))
-    >>> print(draw(OfHeads(both, (1,)), 2, 2))
-    · █
-    · ·
-    """
-
-    mask: Mask
-    heads: tuple[int, ...]
-
-    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.mask.keep(b, _index(self.heads, h), q, k)
-
-    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        return self.mask.bounds(self._there(r))
-
-    def signature(self, r: Rectangles) -> Ints:
-        return signature_of(self.mask, self._there(r))
-
-    def broadcast_shape(self) -> tuple[int, int]:
-        return self.mask.broadcast_shape()[0], len(self.heads)
-
-    def bind(self, sizes: Any) -> Mask:
-        """Itself, as the inner mask is bound to its call already."""
-        return self
-
-    def _there(self, r: Rectangles) -> Rectangles:
-        return r._replace(h=np.asarray(self.heads, dtype=np.int64)[r.h])
-
-
-@spec
-class BiasOfHeads(Bias):
-    """A bias whose head h is another bias's head `heads[h]`.
-
-    >>> from regard import Alibi
-    >>> BiasOfHeads(Alibi(4), (3,)).value(0, torch.tensor(0), 10, 2)
-    tensor(-0.0312, dtype=torch.float64)
-    """
-
-    bias: Bias
-    heads: tuple[int, ...]
-
-    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.bias.value(b, _index(self.heads, h), q, k)
-
-    def per_distance(self) -> bool:
-        return self.bias.per_distance()
-
-
-def mask_of_heads(mask: Mask | None, heads: Tensor) -> Mask | None:
-    """The mask of a call, for these of its query heads."""
-    return mask if mask is None or mask.broadcast_shape()[1] == 1 else OfHeads(mask, tuple(heads.tolist()))
-
-
-def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:
-    """The bias of a call for these query heads; tables stay tables, which backends support."""
-    if bias is None:
-        return None
-    if type(bias) is Sum:
-        a, b = (bias_of_heads(term, heads) for term in (bias.a, bias.b))
-        assert a is not None
-        assert b is not None
-        return a + b
-    if type(bias) is T5Bias:
-        return T5Bias(bias.table[:, heads.to(bias.table.device)], bias.bidirectional, bias.max_distance)
-    if type(bias) is TensorBias:
-        table = bias.tensor
-        by_head = table.ndim >= 3 and table.shape[-3] > 1
-        return TensorBias(table.index_select(-3, heads.to(table.device)), bias.offset) if by_head else bias
-    return BiasOfHeads(bias, tuple(heads.tolist()))
 
 
 def chosen_heads(index: int | Sequence[int] | Tensor, heads: int) -> Tensor:
@@ -112,7 +33,3 @@ def key_heads(chosen: Tensor, group: int) -> Tensor:
     """
     sharing, counts = torch.unique_consecutive(chosen // group, return_counts=True)
     return sharing if bool((counts == counts[0]).all()) else chosen // group
-
-
-def _index(heads: tuple[int, ...], h: Positions) -> Positions:
-    return torch.tensor(heads, device=h.device)[h] if isinstance(h, Tensor) else heads[h]
