@@ -7,6 +7,7 @@ the default malloc: `python -m benchmarks.cache_memory NAME TOKENS LAYERS THREAD
 import argparse
 import gc
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -31,17 +32,18 @@ from regard.integrate.transformers import register
 
 ROOT = Path(__file__).parents[1]
 PAGE, PART = "caches.md", "memory"
-TOKENS, LAYERS, BUDGET, STEPS = 2048, 30, 512, 4
+TOKENS, LAYERS, BUDGET, STEPS, RUNS = 2048, 30, 512, 4, 5
 
 ABOUT = """\
 Measured by `{how}` on {machine}: resident memory (VmRSS, and VmHWM for the peak) of a
 process that reads a prompt of {tokens:,} tokens with a model of SmolLM2-135M's shape (random weights, a small
 vocabulary), as growth in MiB: at the peak of the prompt, after it, and after {steps} more tokens. Each cache has its
-own process, which reads a short text first; malloc has the system's settings, {threads}
-thread{s}. "Stored" is the cache's own count after the last token. Activations of the prompt, and the part of them that
-malloc does not return, count in all rows (regard_cache returns it to the system after an eviction, and with the
-second token after a prompt); policies keep {budget} tokens per key head. `Contiguous()` allocates the
-keys and values of each layer between activations, and glibc fills not all of the gaps again."""
+own processes, which read a short text first; medians of {runs}, of which peaks vary by up to 1.6
+times, as gaps in the heap do; malloc has the system's settings, {threads} thread{s}. "Stored" is the cache's own count
+after the last token. Activations of the prompt, and the part of them that malloc does not return, count in all rows
+(regard_cache returns it to the system after an eviction, and with the second token after a prompt); policies keep
+{budget} tokens per key head. `Contiguous()` allocates the keys and values of each layer between activations, and
+glibc does not fill all of the gaps again."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,19 @@ class Growth(NamedTuple):
     stored: int
 
 
-def measured(kind: Kind, tokens: int = TOKENS, layers: int = LAYERS, threads: int = 1) -> Growth:
-    """Measure one kind in its own process.
+def measured(kind: Kind, tokens: int = TOKENS, layers: int = LAYERS, threads: int = 1, runs: int = 1) -> Growth:
+    """Measure one kind in processes of its own; medians.
 
     Args:
         tokens: of the prompt.
         layers: of the model.
+        runs: processes.
     """
+    found = [_measured_once(kind, tokens, layers, threads) for _ in range(runs)]
+    return Growth(*(int(statistics.median(sizes)) for sizes in zip(*found, strict=True)))
+
+
+def _measured_once(kind: Kind, tokens: int, layers: int, threads: int) -> Growth:
     command = [sys.executable, "-m", "benchmarks.cache_memory", kind.name, *map(str, (tokens, layers, threads))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
@@ -168,12 +176,12 @@ def run(args: argparse.Namespace) -> int:
     for kind in KINDS:
         if (args.only or "").lower() in kind.name.lower():
             print(kind.name, file=sys.stderr)
-            found[kind.name] = measured(kind, threads=args.threads)
+            found[kind.name] = measured(kind, threads=args.threads, runs=RUNS)
     with on_threads(args.threads):
         here = f"{machine()}, transformers {transformers.__version__}"
     about = ABOUT.format(
         how="./bench cache-memory" + f" --threads {args.threads}" * (args.threads != 1), machine=here,
-        threads=args.threads, tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (args.threads != 1),
+        threads=args.threads, tokens=TOKENS, steps=STEPS, runs=RUNS, budget=BUDGET, s="s" * (args.threads != 1),
     )  # fmt: skip
     command.publish_part(
         args.write, PAGE, PART, results_table(found) if args.only else f"{about}\n\n{results_table(found)}"

@@ -154,8 +154,8 @@ struct ForwardPass {
         return REGARD_DONE;
     }
 
-    // Whether all keys and values may still be in the second cache from an earlier call. To prefetch them then takes up
-    // to 1.2 times as long, else 0.3 to 0.9 (Zen 4).
+    // Whether all keys and values may still be in the second cache from an earlier call: by an upper bound of their
+    // size. With prefetches the whole call then takes up to 1.2 times as long, else 0.3 to 0.9 (Zen 4).
     bool is_near() const {
         const int64_t of_key = (c.qk_dim + c.v_dim) * int64_t(sizeof(typename K::Stored));
         return c.batch * c.kv_heads * c.keys * of_key <= caches().second;

@@ -25,6 +25,7 @@ from regard.cache import Int4, Int8, KVCache, Paged, StoredTensor
 from regard.extend import Bias, spec
 from regard.scores import Cosine
 from regard.storage.hadamard import hadamard
+from regard.storage.stored import Contiguous, Layout
 from tests.stored import coded, dense, paged, plain
 
 
@@ -176,6 +177,32 @@ def test_masked_nan_in_stored_values_never_shows() -> None:
     found = attend(Q, paged(k, 16), paged(v, 16), mask=Causal() & Window(20))
     assert torch.equal(found, attend(Q, k, v, mask=Causal() & Window(20)))
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [None, Int8(16, 16)], ids=["plain", "int8"])
+@pytest.mark.parametrize("layout", [Contiguous(), Paged(16)], ids=["contiguous", "paged"])
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        (Causal(), None),
+        (Window(17), None),
+        (None, Alibi(6)),
+        (None, T5Bias(normal(32, 6))),
+        (None, TensorBias(normal(6, 83, 83), offset=0)),
+        (Causal(), Alibi(6)),
+    ],
+    ids=repr,
+)
+def test_each_row_has_its_own_offset(mask: Mask | None, bias: Bias | None, layout: Layout, codec: Int8 | None) -> None:
+    cache = KVCache(layout, codec)
+    k, v = cache.append(K, V)
+    tensors = [t if isinstance(t, Tensor) else t.dense() for t in (k, v)]
+    for offsets in ([30, 79], [79, 12]):  # the second call does not take the positions of the first
+        found = attend(Q[:, :, :3], k, v, mask=mask, bias=bias, offset=torch.tensor(offsets))
+        for row, offset in enumerate(offsets):
+            one = slice(row, row + 1)
+            alone = attend(Q[one, :, :3], *(t[one] for t in tensors), mask=mask, bias=bias, offset=offset)
+            torch.testing.assert_close(found[one], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])

@@ -15,7 +15,7 @@ def test_a_cache_is_measured_in_a_process_of_its_own():
 def test_the_page_gets_a_row_for_each_cache(monkeypatch, tmp_path):
     (tmp_path / "caches.md").write_text("A\n<!-- begin memory -->\nthe old text\n<!-- end memory -->\nZ\n")
     growth = Growth(5 << 20, 3 << 20, 2 << 20, 1 << 20)
-    monkeypatch.setattr(cache_memory, "measured", lambda kind, threads: growth)
+    monkeypatch.setattr(cache_memory, "measured", lambda kind, threads, runs: growth)
     assert cache_memory.main(["--write", str(tmp_path)]) == 0
     page = (tmp_path / "caches.md").read_text()
     assert page.startswith("A\n<!-- begin memory -->\n\nMeasured by `./bench cache-memory` on ")
@@ -24,6 +24,6 @@ def test_the_page_gets_a_row_for_each_cache(monkeypatch, tmp_path):
 
 
 def test_some_rows_are_printed(monkeypatch, capsys):
-    monkeypatch.setattr(cache_memory, "measured", lambda kind, threads: Growth(1, 1, 1, 1))
+    monkeypatch.setattr(cache_memory, "measured", lambda kind, threads, runs: Growth(1, 1, 1, 1))
     assert cache_memory.main(["--only", "snap"]) == 0
     assert capsys.readouterr().out.count("\n") == 3

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.store import CachedTensor, Form, allocate_both, as_cached, check_capacity, with_spare
+from regard.cache.store import CachedTensor, Form, allocate_both, allocate_filled, as_cached, check_capacity, with_spare
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous
 
@@ -97,8 +97,12 @@ class DenseStore:
     def _grow(self, tokens: int) -> None:
         """Allocate memory for `tokens` tokens, and copy the stored tokens."""
         check_capacity(self.limit, self.tokens, tokens - self.tokens)
-        capacity = self.limit or max(with_spare(tokens), 2 * self._capacity, MIN_TOKENS)
-        memory = allocate_both(self.form, self.form.batch, capacity, self._dtype)
+        if self.limit:
+            capacity = self.limit
+            memory = allocate_both(self.form, self.form.batch, capacity, self._dtype)
+        else:
+            capacity = max(with_spare(tokens), 2 * self._capacity, MIN_TOKENS)
+            memory = allocate_filled(self.form, capacity, self._dtype, tokens)
         for old, new in zip(self._memory, memory, strict=False):
             self._stored(new).copy_(self._stored(old))
         self._memory, self._capacity = memory, capacity

@@ -18,10 +18,11 @@ from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Part, StoredTensor
 
 LAZY_BYTES = 8 << 20
-"""Smaller memory is torch's own and is written at once.
+"""Smaller memory that is soon filled is torch's own; larger memory is taken from the system as it is used.
 
 Beside activations of a similar size, memory from NumPy makes the heap of glibc grow more: at the peak of a prompt of
-777 to 3,001 tokens, SmolLM2-135M with torch's memory took 48 to 90 % of it (16 pairs of runs, 4 lengths and 2 dtypes).
+777 to 3,001 tokens, SmolLM2-135M took 48 to 90 % of the memory that it takes with NumPy's (16 pairs of runs, 4 lengths
+and 2 dtypes).
 """
 ALIGNMENT = 64
 """Bytes: a line of a CPU's cache."""
@@ -179,14 +180,13 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
         none = torch.empty(0, dtype=dtype, device=device)
         if type(none) is not Tensor or not none.is_cpu:
             return torch.zeros(shape, dtype=dtype, device=device)
-        is_lazy = math.prod(shape) * dtype.itemsize >= LAZY_BYTES
-        memory = _lazy_zeros(shape, dtype) if is_lazy else none.new_empty(shape)
-        advise_huge_pages(memory)
-        return memory if is_lazy else memory.zero_()
+        memory = _lazy_zeros(shape, dtype)
+    advise_huge_pages(memory)
+    return memory
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros, aligned as torch's own, that take no memory until they are used; `torch.zeros` writes all of it."""
+    """Zeros, aligned as torch's own. Large ones take no memory until they are used; `torch.zeros` writes all of it."""
     size = math.prod(shape) * dtype.itemsize
     memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
     return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, size).view(dtype).view(shape)
@@ -231,6 +231,19 @@ def with_spare(count: int) -> int:
 def allocate_both(form: Form, batch: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Memory for keys, and for values if there are any: [batch, kv_heads, slots, dim] each."""
     return tuple(allocate((batch, form.kv_heads, slots, dim), dtype, form.device) for dim in form.dims)
+
+
+def allocate_filled(form: Form, slots: int, dtype: torch.dtype, tokens: int) -> tuple[Tensor, ...]:
+    """The same for a batch, without zeros in the first `tokens` slots, which are written at once."""
+    return tuple(_allocate_filled((form.batch, form.kv_heads, slots, dim), dtype, form, tokens) for dim in form.dims)
+
+
+def _allocate_filled(shape: tuple[int, ...], dtype: torch.dtype, form: Form, tokens: int) -> Tensor:
+    if math.prod(shape) * dtype.itemsize >= LAZY_BYTES:
+        return allocate(shape, dtype, form.device)
+    memory = _empty(shape, dtype, form.device)
+    memory.narrow(2, tokens, shape[2] - tokens).zero_()
+    return memory
 
 
 def as_cached(memory: Tensor, first: int, tokens: int, dtype: torch.dtype) -> CachedTensor:

@@ -232,7 +232,11 @@ class Rope(Position):
         return self._scaled(_whole_tokens(tokens), torch.device("cpu"))
 
     def frequencies_at(self, tokens: int | None, device: torch.device) -> Tensor:
-        """`frequencies` on a device, for a length of `length_of`: below 1 where positions are negative."""
+        """`frequencies` on a device, [dim / 2], for any length.
+
+        Args:
+            tokens: as in `frequencies`; below 1 for negative positions, which have the frequencies of a length of 1.
+        """
         if type(self).frequencies is Rope.frequencies:
             return self._scaled(tokens, device)
         return self.frequencies(None if tokens is None else max(tokens, 1)).to(device)

@@ -1,4 +1,4 @@
-"""`RollbackOnFailure`: a call that fails leaves the caches unchanged, so that the caller can repeat it."""
+"""`RollbackOnFailure`: what a failed call appended to caches is removed, so that the caller can repeat it."""
 
 from regard.cache import KVCache
 

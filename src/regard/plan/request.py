@@ -105,8 +105,8 @@ class Request(NamedTuple):
             request = request._replace(offset=check_offset(self.offset)) if rows is None else self._by_row(rows)
         if isinstance(self.k, StoredTensor) or isinstance(self.v, StoredTensor):
             _check_ring(self)
-            bias = request.bias if self.bias is None else _bias_of_ragged(self.bias, self.k)
-            mask, (k, v) = stored_pair(self.k, self.v, self.mask, bias, request.offset)
+            bias = _bias_of_ragged(request.bias, self.k)
+            mask, (k, v) = stored_pair(self.k, self.v, request.mask, bias, request.offset)
             request = request._replace(k=k.placeholder, v=v.placeholder, mask=mask, bias=bias, stored=(k, v))
         return request
 
@@ -220,10 +220,10 @@ def _check_ring(request: Request) -> None:
         )
 
 
-def _bias_of_ragged(bias: Bias, k: object) -> Bias:
+def _bias_of_ragged(bias: Bias | None, k: object) -> Bias | None:
     """`bias`, its Alibi and T5Bias at the positions of each row, where rows of k have different lengths."""
     lengths = k.row_lengths if isinstance(k, StoredTensor) else None
-    if lengths is None or not isinstance(bias, Bias):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if lengths is None or not isinstance(bias, Bias):
         return bias
     if any(type(t) not in (Alibi, T5Bias) and not _is_table_of_call(t) for t in bias.terms()):
         return bias  # `stored_pair` raises
