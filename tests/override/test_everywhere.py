@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 import regard
 from regard import ProblemError, RefusalError, native
 from regard.override import decide, switch
+from tests.native.test_same_bits import threads
 from tests.override.of_torch import of_size, qkv, reasons, with_math
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
@@ -506,6 +507,26 @@ def test_few_queries_are_run_where_they_are_faster(sizes: tuple[int, ...], dtype
         torch.set_num_threads(before)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "learns", "why"),
+    [
+        ((16, 12, 1, 64, 400), True, decide.FEW_LEARNED),
+        ((16, 12, 3, 64, 400), True, decide.FEW_LEARNED),
+        ((16, 12, 3, 64, 400), False, None),
+        ((16, 12, 4, 64, 400), True, None),
+        ((32, 12, 1, 64, 400), True, None),
+    ],
+)
+def test_training_with_few_queries_is_torchs_unless_there_are_many_keys(
+    sizes: tuple[int, ...], learns: bool, why: str | None
+):
+    batch, heads, queries, dim, keys = sizes
+    q = of_size(batch, heads, queries, dim, requires_grad=learns)
+    k = of_size(batch, heads, keys, dim, requires_grad=learns)
+    with threads(1):
+        assert reasons(lambda: F.scaled_dot_product_attention(q, k, k)) == [why]
 
 
 def test_a_small_call_is_decided_anew_when_the_program_chooses_a_kernel_or_other_strides():

@@ -84,6 +84,16 @@ def test_a_new_mask_is_added_and_a_known_one_is_skipped():
     assert plans[1].schedule.tiles[2] > 0
 
 
+def test_a_mask_of_small_calls_is_read_once_they_had_some_work():
+    q, k, v = qkv(1, 4, 128, 64)
+    work, plans = q.numel() * 128, []
+    with regard.everywhere(), observe_calls(lambda call: plans.append(call.plan)):
+        for _ in range(mask_content.READ_AFTER // work + 2):
+            F.scaled_dot_product_attention(q, k, v, torch.ones(128, 128, dtype=torch.bool).tril().roll(2, 0))
+    is_added = [plan.problem.mask is None for plan in plans]
+    assert is_added == [True] * (mask_content.READ_AFTER // work) + [False] * 2
+
+
 def test_a_write_into_a_known_mask_is_seen():
     q, k, v = qkv()
     mask = torch.full((256, 256), -torch.inf).triu(1)
