@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -48,7 +49,9 @@ def test_what_is_kept_is_the_call_bit_for_bit(name, to):
         for part in PARTS:
             there, here = getattr(passed, part), getattr(weights, part)
             assert (there is None and here is None) or torch.equal(there, here)
-        assert torch.equal(weights.dense(), passed.dense())
+        # a mapped file has other alignments than torch, with which the products of BLAS may have other last bits
+        aligned = replace(weights, q=weights.q.clone(), k=weights.k.clone())
+        assert torch.equal(aligned.dense(), passed.dense())
         assert torch.equal(kept.v, call.v)
         assert torch.equal(kept.out, out)
         assert (kept.layer, kept.module) == (0, None)
