@@ -61,7 +61,7 @@ struct Decode {
         value_rows = key_rows + DecodeScores<K>::bytes(c.qk_dim);
     }
 
-    // What comes later: other rows, and the first block of keys that their schedule lists.
+    // The rows of a later unit, and the first block of keys in their schedule.
     struct After {
         Lanes lanes;
         Block block;
@@ -70,7 +70,7 @@ struct Decode {
         int64_t high() const { return block.first + (block.half[1].listed ? BLOCK : TILE); }
     };
 
-    // The sums of one span. What `after` begins with is prefetched.
+    // The sums of one span. The first block of `after` is prefetched.
     regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Sums &into, const After *after) {
         into.clear(lanes.count);
         Walk walk(c.by_query, row, c.keys, span * SPAN);

@@ -191,7 +191,7 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
 
 @contextmanager
 def _unobserved() -> Generator[None]:
-    """Within the block there are no observers but those that are entered in it, which stay if they are not left."""
+    """Within the block outer observers are inactive; an observer that the block adds and keeps is active afterwards."""
     before = active_observers()
     current_observers.set(())
     try:

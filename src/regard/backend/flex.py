@@ -89,11 +89,11 @@ def _run(problem: Problem, schedule: Schedule, compiler: Any, operands: Operands
     # on cpu a kernel per length: inductor's template for it does not compile with symbolic lengths (torch 2.13)
     sizes = (p.batch, p.queries, p.keys) if p.device == "cpu" else None
     tables = None if p.mask is None else blocks(schedule, q.device)
-    near, others = split_by_distance(operands.bias)
+    of_distance, others = split_by_distance(operands.bias)
     bias = table(others, operands)
     bias = None if bias is None else bias.float()  # its gradient is summed in float32
     with compiling_for_any_length(VARIANTS):
-        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(near, p, operands), bias)
+        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(of_distance, p, operands), bias)
     if not wants_lse:
         return State(out, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody reads it
     state = State(out, lse)

@@ -40,10 +40,10 @@ def inputs_of(p: Problem, o: Operands) -> Inputs:
         return Inputs(o.q, o.k, o.v, None, None, None, o.stored)
     wide = wide_of(p.dtype)
     sink = None if o.sink is None else o.sink.to(wide).contiguous()
-    near, others = split_by_distance(o.bias)
+    of_distance, others = split_by_distance(o.bias)
     bias = table(others, o)
     bias = None if bias is None else in_place(bias, p.grad, wide)
-    return Inputs(o.q, o.k, o.v, sink, vectors(near, p, o, wide), bias, o.stored)
+    return Inputs(o.q, o.k, o.v, sink, vectors(of_distance, p, o, wide), bias, o.stored)
 
 
 def write_inputs(struct: Any, i: Inputs, seed: int) -> object:

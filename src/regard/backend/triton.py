@@ -172,11 +172,11 @@ class _Kernel:
 
     def _inputs(self, o: Operands) -> Inputs:
         sink = None if o.sink is None else o.sink.float().contiguous()
-        near, others = split_by_distance(o.bias)
+        of_distance, others = split_by_distance(o.bias)
         bias = table(others, o)
         if bias is not None and bias.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             bias = bias.float()
-        return Inputs(o.q, o.k, o.v, sink, vectors(near, self.problem, o), bias)
+        return Inputs(o.q, o.k, o.v, sink, vectors(of_distance, self.problem, o), bias)
 
 
 class _Attention(torch.autograd.Function):

@@ -234,7 +234,7 @@ def allocate_both(form: Form, batch: int, slots: int, dtype: torch.dtype) -> tup
 
 
 def allocate_filled(form: Form, slots: int, dtype: torch.dtype, tokens: int) -> tuple[Tensor, ...]:
-    """The same for a batch, without zeros in the first `tokens` slots, which are written at once."""
+    """Memory for keys and values: the caller writes the first `tokens` slots at once, those after them are zeros."""
     return tuple(_allocate_filled((form.batch, form.kv_heads, slots, dim), dtype, form, tokens) for dim in form.dims)
 
 

@@ -30,12 +30,10 @@ from regard.nn.rollback import RollbackOnFailure
 from regard.nn.shared_tensors import Shared, SharesTensors
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
+from regard.soft_dict import COLDEST
 from regard.storage.codec import Codec
 from regard.storage.stored import Layout
 from regard.wide import wide_of
-
-COLDEST = 1e-30
-"""Sampling at a lower temperature is the same as at this one, which float32 has."""
 
 Attention = Callable[..., MultiHeadAttention | LatentAttention]  # (d_model, heads, **options)
 

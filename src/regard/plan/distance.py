@@ -49,11 +49,11 @@ def split_by_distance(bias: Bias | None) -> tuple[Bias | None, list[Bias]]:
     """
     if bias is None:
         return None, []
-    near: list[Bias] = []
+    of_distance: list[Bias] = []
     others: list[Bias] = []
     for term in bias.terms():
-        (near if term.per_distance() else others).append(term)
-    return (reduce(add, near) if near else None), others
+        (of_distance if term.per_distance() else others).append(term)
+    return (reduce(add, of_distance) if of_distance else None), others
 
 
 def vectors(

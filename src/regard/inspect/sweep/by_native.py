@@ -166,10 +166,10 @@ class _Inputs:
 
     def _bias(self, w: Weights, bias: Bias) -> None:
         """Terms that know the distance alone as a vector per head, the others as one tensor."""
-        near, others = split_by_distance(bias)
-        if near is not None:
+        of_distance, others = split_by_distance(bias)
+        if of_distance is not None:
             first, count = w.offset - (w.shape[3] - 1), max(w.shape[2] + w.shape[3] - 1, 0)
-            vectors = kept_by_distance(near, w.shape[1], w.dtype, first, count)
+            vectors = kept_by_distance(of_distance, w.shape[1], w.dtype, first, count)
             self._kept.append(vectors)
             self.fields |= {"distance": vectors.data_ptr(), "distance_head": vectors.stride(0)}
         tables = [w.own_rows(term.rows(w.shape[2], w.offset)) for term in cast("list[TensorBias]", others)]

@@ -55,8 +55,8 @@ def swept(
     )
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (w.q.resolve_neg(), w.k.resolve_neg()))
     sink = None if w.sink is None else w.sink.float().contiguous()
-    near, others = split_by_distance(w.bias)
-    inputs = Inputs(q, k, k, sink, _distance(w, near), _table(w, others))
+    of_distance, others = split_by_distance(w.bias)
+    inputs = Inputs(q, k, k, sink, _distance(w, of_distance), _table(w, others))
     call = Call(of_rows(tiles, w.sequence), w.scale, w.softcap, 0.0, 0)
     cells = None if picture is None else Cells(queries, keys, picture)
     found = sums(
@@ -98,12 +98,12 @@ def of_rows(tiles: Schedule, first: int) -> Schedule:
     return replace(tiles, batch=rows, maps=(rows, tiles.maps[1]), **lists, **starts)
 
 
-def _distance(w: Weights, near: Bias | None) -> Tensor | None:
+def _distance(w: Weights, of_distance: Bias | None) -> Tensor | None:
     """Terms of the bias that know the distance alone, as a vector per head."""
-    if near is None:
+    if of_distance is None:
         return None
     (_, heads, queries, keys), first = w.shape, w.offset - (w.shape[3] - 1)
-    return kept_by_distance(near, heads, torch.float32, first, queries + keys - 1, w.q.device)
+    return kept_by_distance(of_distance, heads, torch.float32, first, queries + keys - 1, w.q.device)
 
 
 def _table(w: Weights, others: list[Bias]) -> Tensor | None:
