@@ -19,6 +19,8 @@ PAGE = 128
 """Tokens of a page, vLLM's default on CPUs."""
 
 NO_WINDOW = -1
+MOST_SPLIT = 16
+"""Query heads of a key head up to which its AMX kernel splits keys among threads; with more it refuses to."""
 LIBRARIES = {"portable": "_C_AVX2", "avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512vnni": "_C_AVX512"}
 """The library of vLLM by the best of regard's instruction sets; better ones have bfloat16 products, and get "_C"."""
 
@@ -68,8 +70,9 @@ def prepare(
     starts = torch.tensor([0, *rows.queries]).cumsum(0).to(torch.int32)
     lengths = torch.tensor(rows.keys, dtype=torch.int32)
     left = NO_WINDOW if window is None else window
+    splits = q.shape[1] // kv_heads <= MOST_SPLIT
     schedule = ops.get_scheduler_metadata(
-        len(pages), q.shape[1], kv_heads, dim, lengths, q.dtype, starts, causal, left, isa, True, None
+        len(pages), q.shape[1], kv_heads, dim, lengths, q.dtype, starts, causal, left, isa, splits, None
     )
     scale = 1 / math.sqrt(dim)
 

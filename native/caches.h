@@ -7,9 +7,10 @@ namespace regard {
 
 // How whole spans of keys and values ask for lines (decode_stream.h).
 enum class Asks {
-    keys,  // those of keys into the first level, 8 KiB ahead; the machine's own prefetching reads values
-    all,   // those of values as well
-    far,   // all of them into the second level, 16 KiB ahead
+    keys,    // those of keys into the first level, 8 KiB ahead; the machine's own prefetching reads values
+    all,     // those of values as well
+    far,     // all of them into the second level, 16 KiB ahead
+    places,  // the same a block of 128 tokens ahead, from its four quarters in turns
 };
 
 // What is streamed (decode_stream.h), and how.

@@ -161,7 +161,8 @@ struct Decode {
     regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Sums &into,
                          const After *after) {
         const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, keys.in_one && values.in_one};
-        take_queries(lanes);
+        if constexpr (K::chained) mix_queries(lanes);
+        else take_queries(lanes);
         memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
         const int ahead = span.of_values.sixteens,
@@ -235,12 +236,24 @@ struct Decode {
 
     static int64_t rows_of_sums(const Lanes &lanes) { return K::tiled ? FEW : lanes.count; }
 
+    const S *query(const Lanes &lanes, int r) const {
+        return static_cast<const S *>(c.q.data) + lanes.batch * c.q.batch + lanes.head_of(r) * c.q.head +
+               lanes.query_of(r) * c.q.token;
+    }
+
+    // As [units][rows]: one register addresses what a vector of keys meets.
+    void mix_queries(const Lanes &lanes) {
+        for (int r = 0; r < lanes.count; ++r) {
+            const S *from = query(lanes, r);
+            for (int64_t i = 0; i < c.qk_dim; ++i) queries[i * lanes.count + r] = widen(from[i]);
+        }
+    }
+
     void take_queries(const Lanes &lanes) {
-        const S *data = static_cast<const S *>(c.q.data) + lanes.batch * c.q.batch;
         [[maybe_unused]] S *const as_lanes = reinterpret_cast<S *>(queries);  // [units][16 rows]
         if (K::tiled) memset(queries, 0, size_t(FEW * units) * sizeof(Unit));
         for (int r = 0; r < lanes.count; ++r) {
-            const S *from = data + lanes.head_of(r) * c.q.head + lanes.query_of(r) * c.q.token;
+            const S *from = query(lanes, r);
             Unit *to = queries + r * units;
             if constexpr (K::tiled) {
                 for (int64_t i = 0; i < c.qk_dim; ++i) as_lanes[(i / 2 * FEW + r) * 2 + i % 2] = from[i];

@@ -12,9 +12,10 @@
 //
 // Which lines are asked for follows the machine (`Streams` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
-// it, lines behind these into the second cache. On Intel's cores with 2 MiB, and on Zen 4 in pairs of bf16 and in pages
-// that are apart, which the hardware prefetcher cannot follow, keys and values are asked for into the second
-// cache, 16 KiB ahead, and the next 16 keys into the first.
+// it, lines behind these into the second cache. On Zen 4 in pairs of bf16 and in pages that are apart, which the
+// hardware prefetcher cannot follow, keys and values are asked for into the second cache, 16 KiB ahead, and the next
+// 16 keys into the first. On Intel's cores with 2 MiB they are asked for a block of 128 tokens ahead, a line of each
+// quarter of it in turns: so while one page is looked up, lines of three others are on their way.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (decode_tiles.h).
 #pragma once
@@ -39,6 +40,7 @@ struct DecodeStream {
     static constexpr bool known = Turned::halves && (K::pairs || K::chained || is_same<S, float>);
     static constexpr int AT_MOST = K::tiled ? FEW : 4;                  // rows
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
+    static constexpr int PLACES = 4, OF_BLOCK = int(BLOCK) / EACH;
     // What `ask` reads of a block's end on is known: rows of 64 dims at least.
     static_assert((AT_MOST - 1) * OF_ROW < BLOCK * 4 * W * int64_t(sizeof(S)) || !known);
 
@@ -96,7 +98,7 @@ struct DecodeStream {
     // asks for come in time.
     void ask(const Sixteens &values, int64_t first, int r, bool has_next) const {
         if (asks == Asks::all) return ask_all(values, first / EACH, AHEAD + r * OF_ROW, OF_ROW);
-        if (!has_next || r) return;
+        if (!has_next || r || asks == Asks::places) return;
         const int64_t share = (asks == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
         ask_all(values, Sixteens::COUNT, first / BLOCK * share, share);
     }
@@ -106,6 +108,7 @@ struct DecodeStream {
 
     // Whole sixteens where these are apart: behind one is what nobody reads.
     Distance distance(int64_t dim) const {
+        if (asks == Asks::places) return {OF_BLOCK, 0};
         const int64_t bytes = asks == Asks::far ? FAR : AHEAD, each = EACH * dim * int64_t(sizeof(S));
         if (bytes >= Sixteens::AFTER * each) return {Sixteens::AFTER, 0};
         if (!in_one) return {int(most(bytes / each, int64_t(1))), 0};
@@ -123,18 +126,42 @@ struct DecodeStream {
     template <int R, Asks asks>
     struct Way {
         static constexpr int rows = R;
-        static constexpr bool values = asks != Asks::keys, far = asks == Asks::far;
+        static constexpr bool values = asks != Asks::keys, places = asks == Asks::places;
+        static constexpr bool far = asks == Asks::far || places;  // into the second cache
 
         static REGARD_INLINE void ask(const char *at) {
-            if constexpr (asks == Asks::far) __builtin_prefetch(at, 0, 2);  // into the second cache
+            if constexpr (far) __builtin_prefetch(at, 0, 2);
             else __builtin_prefetch(at);
         }
     };
+
+    // The lines that are asked for next: one after the other, or from four places in turns.
+    template <typename By>
+    struct Later {
+        const char *at;
+        int64_t apart;  // bytes from place to place
+
+        REGARD_INLINE void ask(int n) const {
+            if constexpr (By::places) By::ask(at + n % PLACES * apart + n / PLACES * Lines::LINE);
+            else By::ask(at + n * Lines::LINE);
+        }
+        REGARD_INLINE void pass(int64_t lines) { at += (By::places ? lines / PLACES : lines) * Lines::LINE; }
+    };
+
+    // What sixteen n of a block asks for; at: the block's, then those behind it. Where nothing is known of these, lines
+    // of its own, which are near.
+    template <typename By>
+    static REGARD_INLINE Later<By> later_of(const char *const *at, int n, const Distance &ahead, int64_t bytes) {
+        if constexpr (!By::places) return {at[n + ahead.sixteens] + ahead.bytes, 0};
+        const char *const next = at[OF_BLOCK] == at[OF_BLOCK - 1] ? at[0] : at[OF_BLOCK];
+        return {next + n * (bytes / PLACES), bytes * OF_BLOCK / PLACES};
+    }
 
     template <typename Work>
     REGARD_INLINE void by_rows(int rows, Work work) const {
         if (asks == Asks::all) rows_by<Asks::all>(rows, work);
         else if (asks == Asks::far) rows_by<Asks::far>(rows, work);
+        else if (asks == Asks::places) rows_by<Asks::places>(rows, work);
         else rows_by<Asks::keys>(rows, work);
     }
     template <Asks asks, typename Work>
@@ -150,14 +177,15 @@ struct DecodeStream {
     REGARD_INLINE void by_asks(Work work) const {
         if (asks == Asks::all) work(Way<0, Asks::all>{});
         else if (asks == Asks::far) work(Way<0, Asks::far>{});
+        else if (asks == Asks::places) work(Way<0, Asks::places>{});
         else work(Way<0, Asks::keys>{});
     }
 
-    // `count` lines from line n on.
     template <typename By>
-    static REGARD_INLINE void ask_lines(const char *from, int64_t n, int count) {
+    static REGARD_INLINE void ask_lines(Later<By> &later, int count) {
 #pragma GCC unroll 16
-        for (int i = 0; i < count; ++i) By::ask(from + (n + i) * Lines::LINE);
+        for (int i = 0; i < count; ++i) later.ask(i);
+        later.pass(count);
     }
 
     template <typename By>
@@ -167,12 +195,10 @@ struct DecodeStream {
         for (int j = 0; j < SPAN; j += 2 * EACH) {
             const char *const *const at = keys.at + j / EACH;
             const SixteenRows both[2] = {{at[0], step}, {at[1], step}};
-            const char *const *const later = at + of_keys.sixteens;
-            int64_t n = 0;
-            score_tiles<2>(both, queries, units / SIDE, sums, [&](int g) {
-                ask_lines<By>(later[g] + of_keys.bytes, n, SIDE);
-                n += g ? SIDE : 0;
-            });
+            const int n = j % BLOCK / EACH;
+            Later<By> later[2] = {later_of<By>(at - n, n, of_keys, keys.bytes),
+                                  later_of<By>(at - n, n + 1, of_keys, keys.bytes)};
+            score_tiles<2>(both, queries, units / SIDE, sums, [&](int g) { ask_lines(later[g], SIDE); });
             T *const to = scores + j / BLOCK * rows * BLOCK + j % BLOCK;
             put_columns(sums, rows, to, BLOCK);
             put_columns(sums + SIDE * SIDE, rows, to + EACH, BLOCK);
@@ -183,16 +209,19 @@ struct DecodeStream {
     template <typename By>
     __attribute__((noinline)) void add_values(const char *const *at, const Unit *weights, T *out,
                                               uint32_t *pairs) const {
-        const int64_t step = v_dim * int64_t(sizeof(S)), lines = EACH * step / Lines::LINE;
+        const int64_t step = v_dim * int64_t(sizeof(S));
+        const int lines = int(EACH * step / Lines::LINE);
+        const char *const *const block = at;
         uint32_t *now = pairs, *before = pairs + token_pairs_bytes(v_dim) / 4;
         const char *const of_32 = reinterpret_cast<const char *>(weights);
         for (int j = 0; j < BLOCK; j += 2 * EACH, at += 2) {
-            const char *const *const later = at + of_values.sixteens;
             const auto row = [&](int i) { return at[i / EACH] + i % EACH * step; };
-            int64_t n = 0;
+            Later<By> later[2];
+            for (int i = 0; i < 2; ++i) later[i] = later_of<By>(block, j / EACH + i, of_values, EACH * step);
+            int n = 0;
             const auto ask = [&] {
-                const int second = n >= lines;
-                ask_lines<By>(later[second] + of_values.bytes, n - second * lines, 2);
+                const int second = n >= lines, line = n - second * lines;
+                later[second].ask(line), later[second].ask(line + 1);
                 n += 2;
             };
             if (j) take_weights(of_32 + (j - 2 * EACH) * int64_t(sizeof(S)), BLOCK * int64_t(sizeof(S)));
@@ -225,12 +254,12 @@ struct DecodeStream {
         const int64_t step = key_dim * int64_t(sizeof(S));
         const int turn = keys.in_one ? SPAN - of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
         [[maybe_unused]] const int next = of_keys.sixteens > 0;
-        const char *row = keys.at[0], *later = keys.at[of_keys.sixteens] + of_keys.bytes;
-        for (int j = 0; j < SPAN; j += W, row += W * step, later += W * step) {
-            if (j >= turn) {
-                if (!keys.in_one) row = keys.at[j / EACH];
-                later = keys.at[j / EACH + of_keys.sixteens] + of_keys.bytes;
-            }
+        const char *row = keys.at[0];
+        Later<By> later = later_of<By>(keys.at, 0, of_keys, keys.bytes);
+        for (int j = 0; j < SPAN; j += W, row += W * step, later.at += W * step) {
+            if (!keys.in_one) row = keys.at[j / EACH];
+            if (By::places || j >= turn)
+                later = later_of<By>(keys.at + j / BLOCK * OF_BLOCK, j % BLOCK / EACH, of_keys, keys.bytes);
             V sum[R][1] = {};
             const char *const near = keys.at[j / EACH + next];
             if constexpr (K::chained) meet_chains<By>(Steps(row, step), later, near, queries, sum);
@@ -243,7 +272,7 @@ struct DecodeStream {
     // Sums of R rows with W keys. Where lines are asked for into the second cache, those of the `next` keys are into
     // the first.
     template <typename By, int R>
-    REGARD_INLINE void meet(const Steps &rows, const char *ahead, const char *next, const Unit *queries,
+    REGARD_INLINE void meet(const Steps &rows, Later<By> later, const char *next, const Unit *queries,
                             V (&sum)[R][1]) const {
         const Unit *q = queries;
         int64_t u = 0;
@@ -251,18 +280,19 @@ struct DecodeStream {
             typename P::Vector word[Turned::WORDS];
             Turned::turn(rows, u, word);
 #pragma GCC unroll 8
-            for (int n = 0; n < Turned::WORDS; ++n, ++q, ahead += Lines::LINE, next += Lines::LINE) {
-                By::ask(ahead);
+            for (int n = 0; n < Turned::WORDS; ++n, ++q, next += Lines::LINE) {
+                later.ask(n);
                 if (By::far) __builtin_prefetch(next);
-                meet_one(word[n], q, sum);
+                meet_one(word[n], q, units, sum);
             }
+            later.pass(Turned::WORDS);
         }
-        for (; u < units; ++u, ++q) meet_one(Turned::single(rows, key_dim, u), q, sum);
+        for (; u < units; ++u, ++q) meet_one(Turned::single(rows, key_dim, u), q, units, sum);
     }
 
-    // The same by chains: a word is an even unit and an odd one.
+    // The same by chains: a word is an even unit and an odd one. queries: [units][R].
     template <typename By, int R>
-    REGARD_INLINE void meet_chains(const Steps &rows, const char *ahead, const char *next, const Unit *queries,
+    REGARD_INLINE void meet_chains(const Steps &rows, Later<By> later, const char *next, const Unit *queries,
                                    V (&sum)[R][1]) const {
         const Unit *q = queries;
         V chain[2][R][1] = {};
@@ -271,25 +301,27 @@ struct DecodeStream {
             typename P::Vector word[Turned::WORDS];
             Turned::turn(rows, u, word);
 #pragma GCC unroll 8
-            for (int n = 0; n < Turned::WORDS; ++n, q += 2, ahead += Lines::LINE, next += Lines::LINE) {
-                By::ask(ahead);
+            for (int n = 0; n < Turned::WORDS; ++n, q += 2 * R, next += Lines::LINE) {
+                later.ask(n);
                 if (By::far) __builtin_prefetch(next);
-                meet_one(Turned::unit(word[n], 0), q, chain[0]);
-                meet_one(Turned::unit(word[n], 1), q + 1, chain[1]);
+                meet_one(Turned::unit(word[n], 0), q, 1, chain[0]);
+                meet_one(Turned::unit(word[n], 1), q + R, 1, chain[1]);
             }
+            later.pass(Turned::WORDS);
             if ((u + Turned::UNITS) % CHAINED == 0) end_chains(chain, sum);
         }
-        for (; u < units; ++u, ++q)
-            if (u % 2) meet_one(Turned::single(rows, key_dim, u), q, chain[1]);
-            else meet_one(Turned::single(rows, key_dim, u), q, chain[0]);
+        for (; u < units; ++u, q += R)
+            if (u % 2) meet_one(Turned::single(rows, key_dim, u), q, 1, chain[1]);
+            else meet_one(Turned::single(rows, key_dim, u), q, 1, chain[0]);
         end_chains(chain, sum);
     }
 
+    // Unit x of W keys meets that of R queries, which are `apart` units apart.
     template <int R>
-    REGARD_INLINE void meet_one(typename P::Vector x, const Unit *q, V (&sum)[R][1]) const {
+    REGARD_INLINE void meet_one(typename P::Vector x, const Unit *q, int64_t apart, V (&sum)[R][1]) const {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
-            sum[r][0] = P::madd(x, P::repeat(reinterpret_cast<const char *>(q + r * units)), sum[r][0]);
+            sum[r][0] = P::madd(x, P::repeat(reinterpret_cast<const char *>(q + r * apart)), sum[r][0]);
     }
 
     template <typename By>
@@ -317,7 +349,7 @@ struct DecodeStream {
                 V chain[2][R][N] = {};
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half)
-                    add_sixteen<By>(values + j / EACH + half, d, weights + j + half * EACH, chain);
+                    add_sixteen<By>(values, j / EACH + half, d, weights + j + half * EACH, chain);
                 join_chains(chain);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r)
@@ -332,28 +364,31 @@ struct DecodeStream {
             }
     }
 
-    // 16 tokens; lines are asked for in the order of memory, those of N vectors with each token.
+    // Tokens of sixteen `number`; lines are asked for in the order of memory, those of N vectors with each token.
     template <typename By, int R, int N>
-    REGARD_INLINE void add_sixteen(const char *const *at, int64_t d, const Unit *weights, V (&chain)[2][R][N]) const {
-        const int64_t step = v_dim * int64_t(sizeof(S));
-        const char *row = at[0] + d * int64_t(sizeof(S));
-        const char *ahead = at[of_values.sixteens] + of_values.bytes + d * EACH * int64_t(sizeof(S));
-        const char *next = at[of_values.sixteens > 0] + d * EACH * int64_t(sizeof(S));
-        for (int i = 0; i < EACH; i += 2, weights += 2)
-#pragma GCC unroll 2
-            for (int odd = 0; odd < 2; ++odd, row += step) {
+    REGARD_INLINE void add_sixteen(const char *const *values, int number, int64_t d, const Unit *weights,
+                                   V (&chain)[2][R][N]) const {
+        constexpr int LINES = N / 2;  // of a token
+        const int64_t step = v_dim * int64_t(sizeof(S)), before = d * EACH * int64_t(sizeof(S));
+        const char *row = values[number] + d * int64_t(sizeof(S));
+        const char *next = values[number + (of_values.sixteens > 0)] + before;
+        Later<By> later = later_of<By>(values, number, of_values, EACH * step);
+        later.pass(before / Lines::LINE);
+        for (int i = 0; i < EACH; i += PLACES, weights += PLACES, later.pass(PLACES * LINES))
+#pragma GCC unroll 4
+            for (int t = 0; t < PLACES; ++t, row += step) {
                 V value[N];
 #pragma GCC unroll 4
-                for (int n = 0; n < N; n += 2, ahead += Lines::LINE, next += Lines::LINE) {
-                    if constexpr (By::values) By::ask(ahead);
+                for (int n = 0; n < N; n += 2, next += Lines::LINE) {
+                    if constexpr (By::values) later.ask(t * LINES + n / 2);
                     if (By::far) __builtin_prefetch(next);
                     load_halves(reinterpret_cast<const bf16 *>(row) + n * W, value[n], value[n + 1]);
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
-                    const V w = broadcast(weights[r * BLOCK + odd]);
+                    const V w = broadcast(weights[r * BLOCK + t]);
 #pragma GCC unroll 8
-                    for (int n = 0; n < N; ++n) chain[odd][r][n] = fma(value[n], w, chain[odd][r][n]);
+                    for (int n = 0; n < N; ++n) chain[t % 2][r][n] = fma(value[n], w, chain[t % 2][r][n]);
                 }
             }
     }
@@ -368,11 +403,14 @@ struct DecodeStream {
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) sum[r][n] = load(out + r * width + n * W);
         if constexpr (K::pairs) part_quarters(sum);
-        const int64_t step = P::pair * v_dim * int64_t(sizeof(S));
+        constexpr int64_t token = N * W * int64_t(sizeof(S)), step = P::pair * token;
         for (int j = 0; j < BLOCK;) {
-            const char *row = values[j / EACH], *later = values[j / EACH + of_values.sixteens] + of_values.bytes;
-            for (const int end = least(j + each, int(BLOCK)); j < end; j += P::pair, row += step, later += step)
+            const char *row = values[j / EACH];
+            Later<By> later = later_of<By>(values, j / EACH, of_values, EACH * token);
+            for (const int end = least(j + each, int(BLOCK)); j < end; j += P::pair, row += step) {
                 add_unit<By>(row, later, weights + j / P::pair, sum);
+                later.pass(step / Lines::LINE);
+            }
         }
         if constexpr (K::pairs) join_quarters(sum);
 #pragma GCC unroll 4
@@ -383,15 +421,16 @@ struct DecodeStream {
 
     // The sums of a value, or of two that are a pair.
     template <typename By, int R, int N>
-    REGARD_INLINE void add_unit(const char *row, const char *ahead, const Unit *weights, V (&sum)[R][N]) const {
+    REGARD_INLINE void add_unit(const char *row, const Later<By> &later, const Unit *weights, V (&sum)[R][N]) const {
         const int64_t step = v_dim * int64_t(sizeof(S));
+        constexpr int LINES = N / P::pair;  // of a token
 #pragma GCC unroll 8
         for (int n = 0; n < N; n += P::pair) {
             typename P::Vector value[P::pair];
             const int64_t dims = n * W * int64_t(sizeof(S));
             if constexpr (By::values) {
-                By::ask(ahead + dims);
-                if constexpr (K::pairs) By::ask(ahead + step + dims);
+                later.ask(n / P::pair);
+                if constexpr (K::pairs) later.ask(LINES + n / P::pair);
             }
             take(row + dims, step, value);
 #pragma GCC unroll 4
