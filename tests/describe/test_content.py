@@ -24,6 +24,7 @@ from regard import (
     scaled_dot_product_attention,
 )
 from regard.describe.content import Untraceable, content
+from regard.describe.tensors import distinct_elements
 
 Change = tuple[Callable[..., Any], Callable[[], object]]
 """A function, and what changes something that it reads."""
@@ -276,3 +277,23 @@ def test_a_tensor_that_was_read_can_still_be_resized(name: str):
     for _ in range(2):
         call(q, tensor)
     assert tensor.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize("heads", [1, 16])
+def test_a_mask_of_bools_is_read_in_place(heads: int):
+    """It may be most of the memory that a call needs: 256 MiB at 16,384 tokens, and as much for each head."""
+    q = torch.randn(1, heads, 1024, 4)
+    keep = torch.ones(1024, 1024, dtype=torch.bool).tril().expand(1, heads, 1024, 1024)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attend(q, q, q, mask=TensorMask(keep))
+    held = [event.self_cpu_memory_usage for event in profile.events() if event.name.startswith("aten::")]
+    assert 0 < max(held) < keep.numel() // 4
+
+
+def test_distinct_elements_are_those_of_the_tensor():
+    own = torch.arange(24).view(2, 1, 3, 4)
+    for tensor in (own, own.mT, own[:, :, ::2], own.bool(), own[:0], own[0, 0, 0, 0]):
+        np.testing.assert_array_equal(distinct_elements(tensor), tensor.numpy())
+    np.testing.assert_array_equal(distinct_elements(own.expand(2, 5, 3, 4)), own.numpy())
+    np.testing.assert_array_equal(distinct_elements(own[..., :1].expand(2, 1, 3, 4)), own[..., :1].numpy())
+    np.testing.assert_array_equal(distinct_elements(torch.ones(3).expand(2, 3).requires_grad_()), np.ones((1, 3)))

@@ -16,7 +16,7 @@ from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectan
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import spec
-from regard.describe.tensors import derived, elements
+from regard.describe.tensors import derived, distinct_elements, elements
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -255,7 +255,7 @@ class TensorMask(Mask):
         return _index_table(_on_device_of(self.mask, q, k), b, h, q - self._first(), k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        counts = derived(self.mask, "dense", lambda t: BlockCounts.of_table(_in_4d(t)))
+        counts = derived(self.mask, "dense", lambda t: BlockCounts.of_table(_distinct_in_4d(t)))
         return counts.bounds(r._replace(q0=r.q0 - self._first(), q1=r.q1 - self._first()))
 
     def signature(self, r: Rectangles) -> Ints:
@@ -321,6 +321,11 @@ def _sizes_in_4d(table: Tensor) -> tuple[int, int, int, int]:
 
 def _in_4d(table: Tensor) -> Bools:
     return cast(Bools, elements(table).reshape(_sizes_in_4d(table)))
+
+
+def _distinct_in_4d(table: Tensor) -> Bools:
+    found = distinct_elements(table)
+    return cast(Bools, found.reshape((1,) * (4 - found.ndim) + found.shape))
 
 
 def _document_ranges(ids: Ints) -> tuple[Ints, Ints] | None:

@@ -190,6 +190,28 @@ def elements(tensor: Tensor) -> np.ndarray:
         return without_gradient_wrappers(tensor).detach().resolve_neg().to("cpu", copy=True).numpy()
 
 
+def distinct_elements(tensor: Tensor) -> np.ndarray:
+    """The elements of a tensor, once where an axis repeats them (its size is 1 then): to be read at once, not kept.
+
+    They are not copied where the memory of the host has them side by side.
+
+    >>> distinct_elements(torch.arange(3).expand(2, 3))
+    array([[0, 1, 2]])
+    """
+    if not _is_plain(tensor) or current_func_transform() is not None:
+        return elements(tensor)
+    tensor = tensor.detach()
+    for axis, step in enumerate(tensor.stride()):
+        if not step and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    if not tensor.is_contiguous() or not tensor.numel() or not tensor.data_ptr():
+        return elements(tensor)
+    memory: Any = _memory(tensor)
+    memory.owner = tensor
+    kind = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    return np.frombuffer(memory, kind).reshape(tensor.shape)
+
+
 def _content(tensor: Tensor) -> Hashable:
     if _is_plain(tensor):
         return digest(tensor)
