@@ -70,7 +70,7 @@ def prepare(
     starts = torch.tensor([0, *rows.queries]).cumsum(0).to(torch.int32)
     lengths = torch.tensor(rows.keys, dtype=torch.int32)
     left = NO_WINDOW if window is None else window
-    splits = q.shape[1] // kv_heads <= MOST_SPLIT
+    splits = isa != "amx" or q.shape[1] // kv_heads <= MOST_SPLIT
     schedule = ops.get_scheduler_metadata(
         len(pages), q.shape[1], kv_heads, dim, lengths, q.dtype, starts, causal, left, isa, splits, None
     )

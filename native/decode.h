@@ -37,7 +37,7 @@ struct Decode {
 
     const regard_call &c;
     const int64_t units, width;    // of a query; of an output row, whole vectors
-    Unit *queries;                 // [16][units]; for tiles [units][16]
+    Unit *queries;                 // [16][units]; for tiles [units][16], for chains that are streamed [units][rows]
     T *scores;                     // [16][128]; where spans are streamed, of their blocks [8][rows][128]
     DecodeSoftmax<K> softmax;      // of a block's scores
     Lines key_lines, value_lines;  // of the block that comes next
@@ -165,8 +165,7 @@ struct Decode {
         else take_queries(lanes);
         memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
-        const int ahead = span.of_values.sixteens,
-                  count = 1 + int(least(Sixteens::AFTER - 1, ahead * values.bytes / keys.bytes));
+        const int ahead = span.of_values.sixteens, count = span.next_keys(values.bytes, keys.bytes);
         const int known = after ? find_keys(*after, count, later) : 0;
         keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
         values.follow(ahead, later, keys.bytes, known);

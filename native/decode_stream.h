@@ -14,8 +14,9 @@
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
 // it, lines behind these into the second cache. On Zen 4 in pairs of bf16 and in pages that are apart, which the
 // hardware prefetcher cannot follow, keys and values are asked for into the second cache, 16 KiB ahead, and the next
-// 16 keys into the first. On Intel's cores with 2 MiB they are asked for a block of 128 tokens ahead, a line of each
-// quarter of it in turns: so while one page is looked up, lines of three others are on their way.
+// 16 keys into the first. On Intel's cores with 2 MiB keys and values are asked for a block of 128 tokens ahead, a line
+// of each quarter of it in turns, and the next 16 keys into the first cache: so while one page is looked up, lines of
+// three others are on their way.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (decode_tiles.h).
 #pragma once
@@ -66,7 +67,14 @@ struct DecodeStream {
         return known && rows <= 4 && (rows > 2 || few) && (v_dim == 4 * W || v_dim == 8 * W);
     }
 
-    // Scores of the span's keys, [8][rows][128]. Behind `keys` is what is read next.
+    // How many sixteens of the next span's keys are looked up.
+    int next_keys(int64_t of_value, int64_t of_key) const {
+        if (asks == Asks::places) return 1;
+        return 1 + int(least(Sixteens::AFTER - 1, of_values.sixteens * of_value / of_key));
+    }
+
+    // Scores of the span's keys, [8][rows][128]. queries: [rows][units], for chains [units][rows], for tiles
+    // [units][16]. Behind `keys` is what is read next.
     void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
 #if defined(REGARD_TILES)
         if constexpr (K::tiled)

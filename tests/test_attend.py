@@ -16,6 +16,7 @@ from regard import (
     ProblemError,
     RefusalError,
     TensorBias,
+    TensorMask,
     Tree,
     Window,
     attend,
@@ -157,9 +158,11 @@ def test_a_row_that_sees_nothing_drops_a_gradient_that_is_nan(backend: str | Non
 def test_a_default_device_changes_nothing(device: str):
     q = torch.randn(1, 2, 300, 8)
     mask = Causal() & (Window(40) | Global([3])) & MaskFunction(lambda b, h, q, k: (q + k) % 5 > 0) | Tree([-1, 0])
-    expected = attend(q, q, q, mask=mask, bias=Alibi(2))
+    kept = torch.rand(300, 300) > 0.2
+    expected = attend(q, q, q, mask=mask & TensorMask(kept), bias=Alibi(2))
+    new = kept.clone()  # its schedule is made here
     with torch.device(device):
-        assert torch.equal(attend(q, q, q, mask=mask & ~Prefix(0), bias=Alibi(2)), expected)
+        assert torch.equal(attend(q, q, q, mask=mask & ~Prefix(0) & TensorMask(new), bias=Alibi(2)), expected)
         assert draw(MaskFunction(lambda b, h, q, k: q >= k), 2, 2) == "█ ·\n█ █"
 
 

@@ -772,3 +772,12 @@ def test_masks_are_identified_by_their_own_class():
     assert not is_made_of(Causal() & CausalTable(TABLE), (Causal, TensorMask))
     assert not is_made_of(OddAnd(Causal(), Causal()), (Causal,))
     assert not is_made_of(CausalNot(Causal()), (Causal,))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("offset", [-3, 0, 7, 60])
+def test_a_mask_of_one_row_is_that_of_every_query_whatever_its_offset(offset: int, backend: str | None):
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 10, 8)
+    kept = torch.rand(1, 10) > 0.5
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=kept)
+    torch.testing.assert_close(attend(q, k, k, mask=TensorMask(kept, offset=offset), backend=backend), expected)

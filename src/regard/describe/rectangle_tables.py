@@ -78,13 +78,20 @@ class BlockCounts:
         """(some, all) of each rectangle of rows and columns."""
         b = r.b if self.some.shape[0] > 1 else np.zeros_like(r.b)
         h = r.h if self.some.shape[1] > 1 else np.zeros_like(r.h)
-        top, bottom = r.q0 // self.rows, (r.q1 - 1) // self.rows + 1
-        left, right = r.k0 // self.columns, (r.k1 - 1) // self.columns + 1
+        top, bottom = _blocks(r.q0, r.q1, self.rows)
+        left, right = _blocks(r.k0, r.k1, self.columns)
 
         def within(sums: Ints) -> Ints:
             return sums[b, h, bottom, right] - sums[b, h, top, right] - sums[b, h, bottom, left] + sums[b, h, top, left]
 
         return within(self.some) > 0, within(self.every) == (bottom - top) * (right - left)
+
+
+def _blocks(first: Ints, end: Ints, size: int) -> tuple[Ints, Ints]:
+    """The blocks of this size that hold entries from first to end; one block holds negative entries too."""
+    if size == EVERYWHERE:
+        return np.zeros_like(first), np.ones_like(first)
+    return first // size, (end - 1) // size + 1
 
 
 def _reduce_blocks(table: np.ndarray, down: int, across: int, join: np.ufunc) -> np.ndarray:

@@ -208,7 +208,7 @@ def distinct_elements(tensor: Tensor) -> np.ndarray:
         return elements(tensor)
     memory: Any = _memory(tensor)
     memory.owner = tensor
-    kind = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    kind = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
     return np.frombuffer(memory, kind).reshape(tensor.shape)
 
 
