@@ -68,7 +68,7 @@ bool has_far_second(int64_t second) { return kind() == Kind::intel && second >= 
 // Zen 5: with one row `all` takes 0.91 to 0.97 of the time of `keys`, with four 0.90 to 0.97. Zen 4: `far` takes 0.83
 // to 1.1 of the time of `keys` with pairs, 1.02 to 1.12 with float32, and 0.71 to 0.88 of the time block by block with
 // pages that are apart; one and two rows as streams take 0.73 to 1.0 of that time. Intel's cores with 2 MiB: on a Xeon
-// with AMX `far` takes 0.87 to 0.96, and `places` 0.89 to 0.99 of that; pages are not measured there, and nothing on
+// with AMX `far` takes 0.87 to 0.96, and `places` 0.89 to 1.01 of that; pages are not measured there, and nothing on
 // other Intel cores, with 1.25 MiB and less.
 Streams streams(int64_t second) {
     if (kind() == Kind::zen5) return {Asks::all, Asks::all, Asks::all, true, true, true};
