@@ -35,7 +35,8 @@ Milliseconds of one call. Every round measures each library once, and ratios are
 within a round, so that a busy machine slows all alike. Keys and values are in pages for vLLM (128 tokens a page) and
 OpenVINO (32), in tensors for regard, and in the type of the call; decoding reads them from memory. vLLM and OpenVINO
 get packed documents and padded rows as sequences of their own lengths. OpenVINO's operator is always causal and has no
-softcap. regard and vLLM write to new memory in each call, as their layers do; OpenVINO keeps its own."""
+softcap. regard and vLLM write to new memory in each call, as their layers do; OpenVINO keeps its own. With AMX, vLLM
+does not split the keys of more than 16 query heads a key head among threads."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 """Largest difference between two libraries' outputs for one call of random normal tensors."""
