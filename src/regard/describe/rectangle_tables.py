@@ -12,6 +12,8 @@ from regard.describe.mask import Bools, Ints, Rectangles
 
 BLOCK = 64
 EVERYWHERE = 1 << 62
+BAND = 16 * BLOCK
+"""Rows that are copied at a time, where they are."""
 EIGHT_TRUE = np.uint64(0x0101010101010101)
 
 
@@ -67,11 +69,7 @@ class BlockCounts:
         """Of a table with an entry per pair, in blocks of 64 x 64; an axis of 1 broadcasts, so one block covers it."""
         down, across = (1 if n == 1 else BLOCK for n in table.shape[2:])
         rows, columns = (EVERYWHERE if n == 1 else BLOCK for n in table.shape[2:])
-        # reading n x n bools is the cost of this, so eight are read as one uint64
-        if table.shape[3] % 8:
-            table = np.pad(table, ((0, 0), (0, 0), (0, 0), (0, -table.shape[3] % 8)), mode="edge")
-        octets = np.ascontiguousarray(table).view(np.uint64)
-        some, every = (_reduce_blocks(octets, down, -(-across // 8), join) for join in (np.bitwise_or, np.bitwise_and))
+        some, every = (_joined(table, down, -(-across // 8), join) for join in (np.bitwise_or, np.bitwise_and))
         return BlockCounts(_cumulative_sums(some != 0), _cumulative_sums(every == EIGHT_TRUE), rows, columns)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
@@ -94,10 +92,22 @@ def _blocks(first: Ints, end: Ints, size: int) -> tuple[Ints, Ints]:
     return first // size, (end - 1) // size + 1
 
 
-def _reduce_blocks(table: np.ndarray, down: int, across: int, join: np.ufunc) -> np.ndarray:
-    for axis, size in ((2, down), (3, across)):
-        table = join.reduceat(table, np.arange(0, table.shape[axis], size), axis=axis)
-    return table
+def _joined(table: Bools, down: int, across: int, join: np.ufunc) -> np.ndarray:
+    """Entries of blocks of rows and of eights of columns, joined, in bytes of a uint64."""
+    bands = (table[:, :, first : first + BAND] for first in range(0, max(1, table.shape[2]), BAND))
+    rows = np.concatenate([_joined_along(2, _octets(band), down, join) for band in bands], axis=2)
+    return _joined_along(3, rows, across, join)
+
+
+def _octets(table: Bools) -> np.ndarray:
+    """Eight columns as one uint64, since reading n x n bools is what a table costs; the last column is repeated."""
+    if table.shape[3] % 8:
+        table = np.pad(table, ((0, 0), (0, 0), (0, 0), (0, -table.shape[3] % 8)), mode="edge")
+    return (table if table.strides[3] == 1 else np.ascontiguousarray(table)).view(np.uint64)
+
+
+def _joined_along(axis: int, table: np.ndarray, size: int, join: np.ufunc) -> np.ndarray:
+    return join.reduceat(table, np.arange(0, table.shape[axis], size), axis=axis)
 
 
 def _cumulative_sums(blocks: Bools) -> Ints:
