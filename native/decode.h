@@ -161,14 +161,13 @@ struct Decode {
     regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Sums &into,
                          const After *after) {
         const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, keys.in_one && values.in_one};
-        if constexpr (K::chained) mix_queries(lanes);
+        if constexpr (K::chained) interleave_queries(lanes);
         else take_queries(lanes);
         memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
-        const int ahead = span.of_values.sixteens, count = span.next_keys(values.bytes, keys.bytes);
-        const int known = after ? find_keys(*after, count, later) : 0;
+        const int known = after ? find_keys(*after, span.next_keys(values.bytes, keys.bytes), later) : 0;
         keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
-        values.follow(ahead, later, keys.bytes, known);
+        values.follow(span.of_values.sixteens, later, keys.bytes, known);
         span.make(keys, queries, lanes.count, scores);
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
@@ -241,7 +240,7 @@ struct Decode {
     }
 
     // As [units][rows]: one register addresses what a vector of keys meets.
-    void mix_queries(const Lanes &lanes) {
+    void interleave_queries(const Lanes &lanes) {
         for (int r = 0; r < lanes.count; ++r) {
             const S *from = query(lanes, r);
             for (int64_t i = 0; i < c.qk_dim; ++i) queries[i * lanes.count + r] = widen(from[i]);

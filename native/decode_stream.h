@@ -41,7 +41,7 @@ struct DecodeStream {
     static constexpr bool known = Turned::halves && (K::pairs || K::chained || is_same<S, float>);
     static constexpr int AT_MOST = K::tiled ? FEW : 4;                  // rows
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
-    static constexpr int PLACES = 4, OF_BLOCK = int(BLOCK) / EACH;
+    static constexpr int PLACES = 4, OF_BLOCK = int(BLOCK) / EACH;      // sixteens of a block
     // What `ask` reads of a block's end on is known: rows of 64 dims at least.
     static_assert((AT_MOST - 1) * OF_ROW < BLOCK * 4 * W * int64_t(sizeof(S)) || !known);
 

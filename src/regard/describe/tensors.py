@@ -159,14 +159,18 @@ def digest(tensor: Tensor) -> bytes:
         if tensor.requires_grad or not _is_plain(tensor):
             with ignore_torch_function():
                 tensor = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
-        data, expanded = tensor, list[int]()
-        for axis, step in enumerate(data.stride()):
-            if not step and data.shape[axis] > 1:  # each element once, and which axes repeat them
-                data = data.narrow(axis, 0, 1)
-                expanded.append(axis)
+        data, expanded = _without_repeats(tensor)
         data = data.contiguous()
         found = xxh3_128_digest(_memory(data))
         return found if not expanded else xxh3_128_digest(found + bytes(expanded))
+
+
+def _without_repeats(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Each element once, and which axes repeated them, which have size 1 then."""
+    expanded = [axis for axis, step in enumerate(tensor.stride()) if not step and tensor.shape[axis] > 1]
+    for axis in expanded:
+        tensor = tensor.narrow(axis, 0, 1)
+    return tensor, expanded
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -200,14 +204,11 @@ def distinct_elements(tensor: Tensor) -> np.ndarray:
     """
     if not _is_plain(tensor) or current_func_transform() is not None:
         return elements(tensor)
-    tensor = tensor.detach()
-    for axis, step in enumerate(tensor.stride()):
-        if not step and tensor.shape[axis] > 1:
-            tensor = tensor.narrow(axis, 0, 1)
+    tensor, _ = _without_repeats(tensor.detach())
     if not tensor.is_contiguous() or not tensor.numel() or not tensor.data_ptr():
         return elements(tensor)
     memory: Any = _memory(tensor)
-    memory.owner = tensor
+    memory.owner = tensor  # which lives as long as the array
     kind = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
     return np.frombuffer(memory, kind).reshape(tensor.shape)
 
