@@ -94,7 +94,7 @@ def float32_blocks(dim: int, tokens: int) -> Blocks:
     """
     if dim > 128:
         return LARGE_FLOAT32
-    return Blocks(64, tokens, 16, warps=8, stages=2) if dim <= 64 else Blocks(32, tokens, 16, warps=4, stages=2)
+    return Blocks(64, tokens, 32 if tokens == 32 else 16, warps=4, stages=2) if dim <= 64 else Blocks(32, tokens, 16, warps=4, stages=2)
 
 
 def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
