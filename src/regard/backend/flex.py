@@ -116,8 +116,8 @@ def _compiled(form: Form, sizes: tuple[int, ...] | None, compiler: Any) -> Calla
     """The compiled function of a form: for every length, or on a CPU for these sizes."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    # constants of the graph, where dynamic=True would make symbols of them
-    constants = torch.compiler.assume_constant_result(lambda: form)
+    # constants of the graph, where dynamic=True would make symbols of them; torch 2.11 cannot unpack a NamedTuple
+    constants = torch.compiler.assume_constant_result(lambda: tuple(form))
     call: Any = flex_attention
 
     def attend(
