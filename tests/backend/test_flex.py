@@ -168,6 +168,7 @@ def test_blocks_list_the_tiles_of_the_mask(name: str):
     tiles = choose(problem, operands, Flex(tile=16)).schedule
     found = blocks(tiles, case.q.device)
     assert blocks(tiles, case.q.device) is found  # once for a schedule
+    assert all(t.stride() == torch.empty(t.shape).stride() for t in (*found.kv, *found.q))
     grid = [-(-size // 16) * 16 for size in (tiles.queries, tiles.keys)]
     keep = torch.zeros(*tiles.maps, *grid, dtype=torch.bool)
     keep[..., : tiles.queries, : tiles.keys] = tiles.keep()
