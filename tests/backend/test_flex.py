@@ -112,6 +112,17 @@ def test_scales_and_softcaps_are_constants_of_a_graph(counting: Counting):
     assert len(counting.graphs) == 3
 
 
+def test_torchs_kernel_for_decoding_serves_single_queries(counting: Counting):
+    kernels = list[str]()
+    for n in (1, 100):  # of 100 with two query heads each, its block would be larger than a tile
+        case = call(n, 130, batch=1, mask=Causal())
+        assert is_right(case, run(case, counting, tile=128))
+        kernels += [
+            node.args[6]["BACKEND"] for node in counting.graphs[-1].graph.nodes if "flex_attention" in str(node.target)
+        ]
+    assert kernels == ["AUTO", "TRITON"]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo reads it, and hides this warning
 @pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize(
@@ -168,6 +179,7 @@ def test_blocks_list_the_tiles_of_the_mask(name: str):
     tiles = choose(problem, operands, Flex(tile=16)).schedule
     found = blocks(tiles, case.q.device)
     assert blocks(tiles, case.q.device) is found  # once for a schedule
+    assert all(t.stride() == torch.empty(t.shape).stride() for t in (*found.kv, *found.q))
     grid = [-(-size // 16) * 16 for size in (tiles.queries, tiles.keys)]
     keep = torch.zeros(*tiles.maps, *grid, dtype=torch.bool)
     keep[..., : tiles.queries, : tiles.keys] = tiles.keep()

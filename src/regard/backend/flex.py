@@ -116,8 +116,8 @@ def _compiled(form: Form, sizes: tuple[int, ...] | None, compiler: Any) -> Calla
     """The compiled function of a form: for every length, or on a CPU for these sizes."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    # constants of the graph, where dynamic=True would make symbols of them
-    constants = torch.compiler.assume_constant_result(lambda: form)
+    # constants of the graph, where dynamic=True would make symbols of them; torch 2.11 cannot unpack a NamedTuple
+    constants = torch.compiler.assume_constant_result(lambda: tuple(form))
     call: Any = flex_attention
 
     def attend(
@@ -131,7 +131,11 @@ def _compiled(form: Form, sizes: tuple[int, ...] | None, compiler: Any) -> Calla
             block_mask = BlockMask(sizes, *tables.kv, *tables.q, BLOCK_SIZE=(tile, tile), mask_mod=_kept(tile, tables))
         score_mod = None if softcap is None and not adds else _score_mod(softcap, adds)
         aux = AuxRequest(lse=True) if lse else None
-        result = call(q, k, v, score_mod, block_mask, scale, enable_gqa=shared, return_aux=aux)
+        # torch's kernel for few queries of one batch row has one block for all queries of a key head, and raises an
+        # error where the block is larger than a tile (torch 2.11 to 2.13)
+        decodes = q.shape[2] == 1 and q.shape[1] <= tile * k.shape[1]
+        options = {"BACKEND": "AUTO" if decodes else "TRITON"}
+        result = call(q, k, v, score_mod, block_mask, scale, shared, kernel_options=options, return_aux=aux)
         return (result[0], result[1].lse) if lse else (result, None)
 
     # code of its own: torch keeps what it compiled by code, and limits how much

@@ -16,7 +16,8 @@ from regard.plan.schedule import Schedule
 class Blocks(NamedTuple):
     """What a `BlockMask` is made of, and the bits of tiles.
 
-    Counts are int32 [maps, maps, rows of tiles], lists int32 [maps, maps, rows of tiles, tiles across].
+    Counts are int32 [maps, maps, rows of tiles], lists int32 [maps, maps, rows of tiles, tiles across]. The kernels for
+    CUDA read them as contiguous, whatever their strides are.
 
     Attributes:
         kv: four tensors: for each query tile the number of its PARTIAL key tiles, their list, the same of FULL ones.
@@ -64,5 +65,6 @@ def _blocks(s: Schedule, device: torch.device) -> Blocks:
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """How many tiles each row has, and which: those first."""
-    order = tiles.to(torch.int8).argsort(dim=3, descending=True, stable=True)
-    return tiles.sum(dim=3, dtype=torch.int32), order.to(torch.int32)
+    counts, order = tiles.sum(dim=3), tiles.to(torch.int8).argsort(dim=3, descending=True, stable=True)
+    counts, order = (t.to(torch.int32, memory_format=torch.contiguous_format) for t in (counts, order))
+    return counts, order
