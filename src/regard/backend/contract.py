@@ -146,6 +146,10 @@ class Backend(ABC):
     any_length: bool = False
     any_mask: bool = False
 
+    def leaks(self, problem: Problem) -> bool:
+        """Whether it may get finite keys and values only, as it would carry others past the mask of this problem."""
+        return self.hides_by_zero and problem.mask is not None
+
     @abstractmethod
     def refusals(self, problem: Problem) -> list[str]:
         """Why it cannot run this problem, in the user's terms; empty if it can."""

@@ -166,7 +166,7 @@ class Plan:
     @cached_property
     def is_careful(self) -> bool:
         """Whether the data must be read before the backend runs, as it would carry NaN past the mask."""
-        return self.problem.mask is not None and self.chosen.hides_by_zero
+        return self.chosen.leaks(self.problem)
 
     @property
     def flops(self) -> int:

@@ -17,6 +17,7 @@ from regard.gpu.scores import (
     capped,
     dropped,
     is_non_finite,
+    spoiled,
     totals_of,
     unit_of,
     weights_of,
@@ -37,8 +38,12 @@ def gradient_of_queries(
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    REPAIR: tl.constexpr,
 ):  # fmt: skip
-    """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros."""
+    """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros.
+
+    With REPAIR as in `forward`, for the rows of dq.
+    """
     query_tiles = tl.cdiv(queries, TILE)
     for unit in tl.range(
         tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
@@ -50,6 +55,10 @@ def gradient_of_queries(
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
+        some = 1
+        if REPAIR:
+            some = spoiled(dq + b64 * dq_batch + h64 * dq_head, i, queries, c, dq_token, DIM)
+            i = tl.where(some > 0, i, queries)
         base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
         base_v = v + b64 * v_batch + (h // group).to(tl.int64) * v_head
         base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
@@ -73,7 +82,7 @@ def gradient_of_queries(
 
         last = tl.full([], 0, tl.int32)
         cut = tl.full([], 0, tl.int32)
-        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + some), num_stages=1):
             first = tl.load(run_tile + run) * TILE
             stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
             whole = first + (stop - first) // KEYS * KEYS
@@ -86,7 +95,7 @@ def gradient_of_queries(
                 )  # fmt: skip
             cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
             last = tl.where(whole < stop, whole, last)
-        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + some)
         steps: tl.constexpr = TILE // PATCH
         for step in tl.range(begin * steps, end * steps + cut, num_stages=1):
             patched = step < end * steps
@@ -168,11 +177,12 @@ def gradient_of_keys(
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, REPAIR: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [batch, kv_heads, keys, dim], those that DK and DV ask for: a program sums over the heads of a group.
 
     The lists are those by key (`tables.by_key`), whose words have a row for each key and a bit for each query.
+    With REPAIR as in `forward`, for the rows of dk and dv.
     """
     key_tiles = tl.cdiv(keys, TILE)
     kv_heads = heads // group
@@ -186,6 +196,14 @@ def gradient_of_keys(
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         b64, g64 = b.to(tl.int64), g.to(tl.int64)
+        some = 1
+        if REPAIR:
+            some = 0
+            if DK:
+                some |= spoiled(dk + b64 * dk_batch + g64 * dk_head, j, keys, c, dk_token, DIM)
+            if DV:
+                some |= spoiled(dv + b64 * dv_batch + g64 * dv_head, j, keys, cv, dv_token, V_DIM)
+            j = tl.where(some > 0, j, keys)
         k_at = k + b64 * k_batch + g64 * k_head + j[:, None].to(tl.int64) * k_token + c[None, :]
         v_at = v + b64 * v_batch + g64 * v_head + j[:, None].to(tl.int64) * v_token + cv[None, :]
         of_k = tl.load(k_at, mask=(j[:, None] < keys) & (c[None, :] < DIM), other=0.0)
@@ -207,7 +225,7 @@ def gradient_of_keys(
             base_distance = distance + h64 * distance_head if DISTANCE else distance
             of_row = (b64 * heads + h64) * queries
             head_row = (b * heads + h).to(tl.uint32)
-            for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+            for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + some), num_stages=1):
                 first = tl.load(run_tile + run) * TILE
                 stop = tl.minimum(first + tl.load(run_length + run) * TILE, queries)
                 for i0 in tl.range(first, stop, QUERIES, num_stages=STAGES):
@@ -219,7 +237,7 @@ def gradient_of_keys(
                         TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, False,
                     )  # fmt: skip
             steps: tl.constexpr = TILE // PATCH
-            begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+            begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + some)
             for step in tl.range(begin * steps, end * steps, num_stages=1):
                 i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
                 pattern = tl.load(patch_pattern + step // steps)

@@ -20,6 +20,7 @@ from regard.gpu.scores import (
     capped,
     dropped,
     is_non_finite,
+    spoiled,
     unit_of,
     with_biases,
 )
@@ -35,7 +36,7 @@ def forward(
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REPAIR: tl.constexpr,
 ):  # fmt: skip
     """out [batch, heads, queries, v_dim] and lse [batch, heads, queries], float32, natural logarithm.
 
@@ -46,6 +47,8 @@ def forward(
         KEYS, PATCH: keys computed at once in FULL and in PARTIAL tiles; TILE is a multiple of both.
         WIDE: whether products take float32 operands, for float32 and for the interpreter, which has no bf16 products.
         PRECISION: of products of float32 operands, as `tl.dot` names it.
+        REPAIR: whether out and lse have what another kernel computed, and only rows in which something is not finite
+            are computed, with the others of their program.
     """
     query_tiles = tl.cdiv(queries, TILE)
     for unit in tl.range(
@@ -57,6 +60,12 @@ def forward(
         i = first_query + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
+        some = 1
+        if REPAIR:
+            there = out + b.to(tl.int64) * out_batch + h.to(tl.int64) * out_head
+            totals = tl.load(lse + row.to(tl.int64) * queries + i, mask=i < queries, other=0.0)
+            some = spoiled(there, i, queries, cv, out_token, V_DIM) | tl.max(is_non_finite(totals).to(tl.int32))
+            i = tl.where(some > 0, i, queries)  # beyond the end: nothing is read or written
         base_q = q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
         base_k = k + b.to(tl.int64) * k_batch + (h // group).to(tl.int64) * k_head
         base_v = v + b.to(tl.int64) * v_batch + (h // group).to(tl.int64) * v_head
@@ -75,7 +84,7 @@ def forward(
 
         last = tl.full([], 0, tl.int32)  # where the keys of a FULL tile that the end of the keys cuts begin
         cut = tl.full([], 0, tl.int32)
-        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + some), num_stages=1):
             first = tl.load(run_tile + run) * TILE
             stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
             whole = first + (stop - first) // KEYS * KEYS
@@ -88,7 +97,7 @@ def forward(
                 )  # fmt: skip
             cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
             last = tl.where(whole < stop, whole, last)
-        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + some)
         steps: tl.constexpr = TILE // PATCH
         for step in tl.range(begin * steps, end * steps + cut, num_stages=1):
             patched = step < end * steps

@@ -60,11 +60,15 @@ def gradients(
 
 
 def of_queries(
-    call: Call, i: Inputs, rows: Rows, distance_wanted: bool, bias_wanted: bool
+    call: Call, i: Inputs, rows: Rows, distance_wanted: bool, bias_wanted: bool, found: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the queries, and of the biases where they are wanted."""
+    """The gradients of the queries, and of the biases where they are wanted.
+
+    Args:
+        found: that of the queries by another kernel: rows in which something is not finite are computed in place.
+    """
     s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
-    dq = torch.empty(i.q.shape, dtype=computed_in(i.q), device=i.q.device)
+    dq = torch.empty(i.q.shape, dtype=computed_in(i.q), device=i.q.device) if found is None else found
     ddistance = torch.zeros_like(i.distance) if distance_wanted and i.distance is not None else None
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if bias_wanted and i.bias is not None else None
     into = placed(dbias) if dbias is not None else (rows.delta, 0, 0, 0, 0)
@@ -76,17 +80,24 @@ def of_queries(
         *biases(i, rows.top), rows.delta if ddistance is None else ddistance, *into, *by_query(s, i.q.device),
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
         **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
+        REPAIR=found is not None,
     )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
     return dq.to(i.q.dtype), ddistance, dbias
 
 
-def of_keys(call: Call, i: Inputs, rows: Rows, k_wanted: bool, v_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the keys and of the values; None for one that is not wanted."""
+def of_keys(
+    call: Call, i: Inputs, rows: Rows, k_wanted: bool, v_wanted: bool, found: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the keys and of the values; None for one that is not wanted.
+
+    Args:
+        found: both by another kernel: rows in which something is not finite are computed in place.
+    """
     s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
     group, blocks = heads // kv_heads, blocks_of(keys_blocks, i)
-    dk, dv = (
+    dk, dv = found or (
         torch.empty(t.shape, dtype=computed_in(i.q), device=t.device) if is_wanted else None
         for t, is_wanted in ((i.k, k_wanted), (i.v, v_wanted))
     )
@@ -101,7 +112,7 @@ def of_keys(call: Call, i: Inputs, rows: Rows, k_wanted: bool, v_wanted: bool) -
             *(stride for t in (i.q, i.k, i.v, rows.dout, *into) for stride in t.stride()[:3]),
             *biases(i, rows.top), *by_key(s, i.q.device), batch, heads, group, queries, keys,
             *(max(1, section(i) // group), call.scale, call.softcap or 0.0, *call.drops),
-            **constants(call, i, blocks), QUERIES=blocks.tokens, **which,
+            **constants(call, i, blocks), QUERIES=blocks.tokens, REPAIR=found is not None, **which,
         )  # fmt: skip
     return None if dk is None else dk.to(i.q.dtype), None if dv is None else dv.to(i.q.dtype)
 

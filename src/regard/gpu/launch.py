@@ -130,12 +130,19 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call."""
+def run(call: Call, i: Inputs, found: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call.
+
+    Args:
+        found: those of another kernel, lse contiguous: rows in which something is not finite are computed in place.
+    """
     s, (batch, heads, queries, _) = call.schedule, i.q.shape
     kv_heads, keys, v_dim = i.v.shape[1:]
-    out = empty_output(i.q, v_dim)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
+    if found is None:
+        out = empty_output(i.q, v_dim)
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
+    else:
+        out, lse = found
     tables, blocks = by_query(s, i.q.device), blocks_of(forward_blocks, i)
     launch(
         forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
@@ -144,7 +151,7 @@ def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
         *biases(i, lse),
         *tables,
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
-        **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None,
+        **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None, REPAIR=found is not None,
     )  # fmt: skip
     return out.to(i.q.dtype), lse
 

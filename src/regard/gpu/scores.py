@@ -86,6 +86,14 @@ def is_non_finite(x):
 
 
 @triton.jit
+def spoiled(t, rows, stop, columns, row_stride, DIM: tl.constexpr):
+    """1 if an element of the rows [.., dim] at t, before `stop`, is not finite, else 0."""
+    at = t + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
+    found = tl.load(at, mask=(rows[:, None] < stop) & (columns[None, :] < DIM), other=0.0)
+    return tl.max(is_non_finite(found).to(tl.int32))
+
+
+@triton.jit
 def weighed_by(total):
     """The log-sum-exp of rows in base 2, by which weights are computed again; inf for rows whose weights are all 0."""
     return tl.where(total == float("-inf"), float("inf"), total * LOG2E)

@@ -1,0 +1,65 @@
+"""What torch's kernels computed, computed again where something in it is not finite.
+
+They hide a pair by a weight of 0, and 0 * NaN is NaN: what a hidden NaN or inf reaches is itself not finite. So the
+kernels of `forward.py` and `backward.py` read the results, and programs whose rows are all finite go on at once; rows
+that see NaN or inf are computed twice. Nothing is read on the host, and a call without NaN reads its results once.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from regard.gpu.call import Call, Inputs
+from regard.gpu.gradients import Rows, of_keys, of_queries
+from regard.gpu.launch import computed_in, padded, run, started
+from regard.gpu.products import products
+from regard.state import State
+
+PRODUCT_ROWS = 32
+"""Rows of a program of `products`."""
+
+
+def repair(call: Call, i: Inputs, found: State) -> None:
+    """Compute the rows of the state in place in which something is not finite; its lse is contiguous."""
+    out = _computed(found.out)
+    run(call, i, (out, found.lse))
+    _written(out, found.out)
+
+
+def repair_gradients(call: Call, i: Inputs, state: State, dout: Tensor, found: tuple[Tensor, ...]) -> None:
+    """Compute the rows of the gradients of q, k and v in place in which something is not finite.
+
+    Args:
+        state: of the call, repaired; lse contiguous.
+        dout: the gradient of its output; the channels of a token are contiguous in memory.
+    """
+    dq, dk, dv = map(_computed, found)
+    rows = Rows(dout, state.lse, state.lse, products_of_rows(state.out, dout))
+    of_queries(call, i, rows, distance_wanted=False, bias_wanted=False, found=dq)
+    of_keys(call, i, rows, k_wanted=True, v_wanted=True, found=(dk, dv))
+    for of_kernel, of_torch in zip((dq, dk, dv), found, strict=True):
+        _written(of_kernel, of_torch)
+
+
+def products_of_rows(x: Tensor, y: Tensor) -> Tensor:
+    """The sum over the last axis of the products of two tensors of one shape, float32 [batch, heads, queries]."""
+    batch, heads, queries, dim = x.shape
+    sums = torch.empty(batch, heads, queries, dtype=torch.float32, device=x.device)
+    programs = batch * heads * -(-queries // PRODUCT_ROWS)
+    with started(x.device):
+        cast("Any", products)[(programs,)](
+            x, y, sums, *x.stride()[:3], *y.stride()[:3], heads, queries,
+            ROWS=PRODUCT_ROWS, DIM=dim, DIM_PADDED=padded(dim),
+        )  # fmt: skip
+    return sums
+
+
+def _computed(t: Tensor) -> Tensor:
+    """The results as the kernels write them: other tensors under the interpreter alone (`computed_in`)."""
+    return t.to(computed_in(t))
+
+
+def _written(t: Tensor, into: Tensor) -> None:
+    if t is not into:
+        into.copy_(t)
