@@ -104,6 +104,11 @@ def compiled(variant: Variant, chip: str) -> Compiled:
 
     kernel, blocks, constants = _cut(variant, chip)
     types = {name: _type(name, variant) for name in kernel.arg_names}
+    for name in (name for name in types if name.endswith("_described")):
+        if _is_described(chip):
+            types[name] = f"tensordesc<{variant.dtype}[1,1,{blocks.tokens},{variant.dim}]>"
+        else:
+            constants[name] = None
     signature = {name: "constexpr" if name in constants else kind for name, kind in types.items()}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -130,6 +135,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.backward import gradient_of_keys, gradient_of_queries
     from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
+    from regard.gpu.gradients import has_one_pass
     from regard.gpu.forward import forward
     from regard.gpu.totals import far_blocks
 
@@ -150,8 +156,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     }
     kernel, of = kernels[variant.kernel]
     dense = "BIAS" in variant.more
-    blocks = of(item, dim, 4 * ("DISTANCE" in variant.more) + item * dense, CHIPS[chip][3], dense=dense)
-    both = dim <= 64 and item == 2
+    extra = 4 * ("DISTANCE" in variant.more) + item * dense
+    blocks = of(item, dim, extra, CHIPS[chip][3], dense=dense, described=_is_described(chip))
+    both = has_one_pass(item, dim, described=_is_described(chip))
     flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT"), False)
     constants: dict[str, Any] = {
         **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
@@ -162,6 +169,14 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         **dict.fromkeys(variant.more, True),
     }  # fmt: skip
     return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
+def _is_described(chip: str) -> bool:
+    """Whether the chip copies blocks of tokens by descriptors."""
+    from regard.gpu.tokens import OLDEST_CHIP
+
+    backend, arch = CHIPS[chip][:2]
+    return backend == "cuda" and int(arch) // 10 >= OLDEST_CHIP
 
 
 def _arithmetic(variant: Variant, chip: str) -> dict[str, Any]:

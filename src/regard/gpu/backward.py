@@ -2,32 +2,35 @@
 """The backward kernels for GPUs: gradients of queries and biases by tile of queries, of keys and values by tile of keys.
 
 Weights are computed again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1): p = exp(s - total), where the
-total includes the sink's column; biases may need it in two numbers (`far_rows.py`), top and rest. With delta = out . dout of each row, the gradient of a score is ds = p (dp - delta),
-dp = dout . v. Each gradient has one program that sums it, in the order of the schedule's lists, so its bits are the
-same from run to run; the gradients of biases are added atomically, where many pairs share an element.
+total includes the sink's column; biases may need it in two numbers (`far_rows.py`), top and rest. With delta = out . dout
+of each row, the gradient of a score is ds = p (dp - delta), dp = dout . v. Each gradient has one program that sums it, in
+the order of the schedule's lists, so its bits are the same from run to run; the gradients of biases are added atomically,
+where many pairs share an element.
+
+As in `forward.py`, what is not finite is computed a second time, with care: NaN and inf of hidden tokens are left out.
 """
 
 import triton
 import triton.language as tl
 
 from regard.gpu.scores import (
+    LOG2E,
     OF_ANY_VALUE,
     add_seen_non_finite,
     bits_of,
     capped,
     dropped,
     is_non_finite,
-    spoiled,
-    totals_of,
+    powers_of,
     unit_of,
-    weights_of,
     with_biases,
 )
+from regard.gpu.tokens import block_of
 
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_queries(
-    q, k, v, dout, top, rest, delta, dq,
+    q, k, v, dout, top, rest, delta, dq, k_described, v_described,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dq_batch, dq_head, dq_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -42,116 +45,144 @@ def gradient_of_queries(
 ):  # fmt: skip
     """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros.
 
-    With REPAIR as in `forward`, for the rows of dq.
+    Args:
+        top, rest, delta: of `gradients.Rows`; the other arguments are those of `forward`, REPAIR for the rows of dq.
     """
     query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(
-        tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
-    ):
-        row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
-            unit, order, batch, heads, 1, query_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
-        )
-        i = first_query + tl.arange(0, ROWS)
-        c = tl.arange(0, DIM_PADDED)
-        cv = tl.arange(0, V_DIM_PADDED)
-        b64, h64 = b.to(tl.int64), h.to(tl.int64)
-        some = 1
-        if REPAIR:
-            some = spoiled(dq + b64 * dq_batch + h64 * dq_head, i, queries, c, dq_token, DIM)
-            i = tl.where(some > 0, i, queries)
-        base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
-        base_v = v + b64 * v_batch + (h // group).to(tl.int64) * v_head
-        base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
-        base_distance = distance + h64 * distance_head if DISTANCE else distance
-        into_bias = dbias + b64 * dbias_batch + h64 * dbias_head if DBIAS else dbias
-        into_distance = ddistance + h64 * (queries + keys - 1) if DDISTANCE else ddistance
-        q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
-        rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0)
-        dout_at = dout + b64 * dout_batch + h64 * dout_head + i[:, None].to(tl.int64) * dout_token + cv[None, :]
-        given = tl.load(dout_at, mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0)
-        if WIDE:
-            rows = rows.to(tl.float32)
-            given = given.to(tl.float32)
-        at = row.to(tl.int64) * queries + i
-        biased: tl.constexpr = DISTANCE or BIAS
-        of_top, of_rest = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
-            top, rest, at, i < queries, biased
-        )
-        deltas = tl.load(delta + at, mask=i < queries, other=0.0)
-        found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+        tl.program_id(0), order, batch, heads, 1, query_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+    )
+    i = first_query + tl.arange(0, ROWS)
+    c = tl.arange(0, DIM_PADDED)
+    cv = tl.arange(0, V_DIM_PADDED)
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    dq_at = dq + b64 * dq_batch + h64 * dq_head + i[:, None].to(tl.int64) * dq_token + c[None, :]
+    inside = (i[:, None] < queries) & (c[None, :] < DIM)
+    if REPAIR:
+        if tl.max(is_non_finite(tl.load(dq_at, mask=inside, other=0.0)).to(tl.int32)) == 0:
+            return
+    rows = tl.load(q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :], mask=inside, other=0.0)
+    dout_at = dout + b64 * dout_batch + h64 * dout_head + i[:, None].to(tl.int64) * dout_token + cv[None, :]
+    given = tl.load(dout_at, mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0)
+    if WIDE:
+        rows = rows.to(tl.float32)
+        given = given.to(tl.float32)
+    base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
+    base_v = v + b64 * v_batch + (h // group).to(tl.int64) * v_head
+    base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
+    base_distance = distance + h64 * distance_head if DISTANCE else distance
+    into_bias = dbias + b64 * dbias_batch + h64 * dbias_head if DBIAS else dbias
+    into_distance = ddistance + h64 * (queries + keys - 1) if DDISTANCE else ddistance
+    at = row.to(tl.int64) * (query_tiles * TILE) + i
+    of_top = tl.load(top + at)
+    of_rest = tl.load(rest + at) if DISTANCE or BIAS else of_top
+    deltas = tl.load(delta + at)
+    if REPAIR:
+        again = True
+    else:
+        found = _walk_keys(
+            rows, given, of_top, of_rest, deltas, i, row, b, h // group, listed, base_k, k_token, base_v, v_token,
+            k_described, v_described, base_distance, base_bias, bias_query, bias_key,
+            into_distance, into_bias, dbias_query, dbias_key,
+            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+            queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+            TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
+            DDISTANCE, DBIAS, WIDE, PRECISION, STAGES, False,
+        )  # fmt: skip
+        tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=inside)
+        again = tl.max(is_non_finite(found).to(tl.int32)) > 0
+    if again:  # the gradients of biases are right: the score of a hidden pair has none
+        found = _walk_keys(
+            rows, given, of_top, of_rest, deltas, i, row, b, h // group, listed, base_k, k_token, base_v, v_token,
+            None, None, base_distance, base_bias, bias_query, bias_key,
+            into_distance, into_bias, dbias_query, dbias_key,
+            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+            queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+            TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
+            False, False, WIDE, PRECISION, 1, True,
+        )  # fmt: skip
+        tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=inside)
 
-        last = tl.full([], 0, tl.int32)
-        cut = tl.full([], 0, tl.int32)
-        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + some), num_stages=1):
-            first = tl.load(run_tile + run) * TILE
-            stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
-            whole = first + (stop - first) // KEYS * KEYS
-            for j0 in tl.range(first, whole, KEYS, num_stages=STAGES):
-                found = _queries_step(
-                    found, rows, given, of_top, of_rest, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, 0, words,
-                    base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
-                    queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-                    TILE, KEYS, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, False,
-                )  # fmt: skip
-            cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
-            last = tl.where(whole < stop, whole, last)
-        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + some)
-        steps: tl.constexpr = TILE // PATCH
-        for step in tl.range(begin * steps, end * steps + cut, num_stages=1):
-            patched = step < end * steps
-            patch = step // steps
-            j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * PATCH
-            j0 = tl.where(patched, j0, last + (step - end * steps) * PATCH)
-            pattern = tl.load(patch_pattern + patch, mask=patched, other=-1)
+
+@triton.jit
+def _walk_keys(
+    rows, given, of_top, of_rest, deltas, i, row, b, g, listed, base_k, k_token, base_v, v_token,
+    k_described, v_described, base_distance, base_bias, bias_query, bias_key,
+    into_distance, into_bias, dbias_query, dbias_key,
+    run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+    queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH: tl.constexpr, DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, DDISTANCE: tl.constexpr, DBIAS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the queries, without scale, over the key tiles of their list."""
+    found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    last = tl.full([], 0, tl.int32)  # where the keys of a FULL tile that the end of the keys cuts begin
+    cut = tl.full([], 0, tl.int32)
+    for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+        first = tl.load(run_tile + run) * TILE
+        stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
+        whole = first + (stop - first) // KEYS * KEYS
+        for j0 in tl.range(first, whole, KEYS, num_stages=STAGES):
+            of_k = block_of(k_described, b, g, j0, base_k, k_token, keys, KEYS, DIM, DIM_PADDED, WIDE, False)
+            of_v = block_of(v_described, b, g, j0, base_v, v_token, keys, KEYS, V_DIM, V_DIM_PADDED, WIDE, False)
             found = _queries_step(
-                found, rows, given, of_top, of_rest, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
+                found, rows, given, of_top, of_rest, deltas, of_k, of_v, i, j0, 0, words,
                 base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
                 queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-                TILE, PATCH, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, True,
+                TILE, KEYS, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, PRECISION, False, CAREFUL,
             )  # fmt: skip
-        dq_at = dq + b64 * dq_batch + h64 * dq_head + i[:, None].to(tl.int64) * dq_token + c[None, :]
-        tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=(i[:, None] < queries) & (c[None, :] < DIM))
+        cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
+        last = tl.where(whole < stop, whole, last)
+    begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+    steps: tl.constexpr = TILE // PATCH
+    for step in tl.range(begin * steps, end * steps + cut, num_stages=1 if WIDE else min(STAGES, 2)):
+        patched = step < end * steps
+        patch = step // steps
+        j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * PATCH
+        j0 = tl.where(patched, j0, last + (step - end * steps) * PATCH)
+        pattern = tl.load(patch_pattern + patch, mask=patched, other=-1)
+        of_k = block_of(
+            k_described if PATCH == KEYS else None, b, g, j0, base_k, k_token, keys, PATCH, DIM, DIM_PADDED, WIDE, True
+        )
+        of_v = block_of(
+            v_described if PATCH == KEYS else None, b, g, j0, base_v, v_token, keys, PATCH, V_DIM, V_DIM_PADDED, WIDE,
+            True,
+        )  # fmt: skip
+        found = _queries_step(
+            found, rows, given, of_top, of_rest, deltas, of_k, of_v, i, j0, pattern, words,
+            base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
+            queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
+            TILE, PATCH, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, PRECISION, True, CAREFUL,
+        )  # fmt: skip
+    return found
 
 
 @triton.jit
 def _queries_step(
-    found, rows, given, of_top, of_rest, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
+    found, rows, given, of_top, of_rest, deltas, of_k, of_v, i, j0, pattern, words,
     base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-    TILE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
-    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries after the keys j0 to j0 + KEYS."""
     j = j0 + tl.arange(0, KEYS)
-    k = tl.load(
-        base_k + j[:, None].to(tl.int64) * k_token + c[None, :],
-        mask=(j[:, None] < keys) & (c[None, :] < DIM), other=0.0,
+    s = tl.dot(rows, tl.trans(of_k), input_precision=PRECISION)
+    dp = tl.dot(given, tl.trans(of_v), input_precision=PRECISION)
+    weights, before = _weights(
+        s, of_top[:, None], of_rest[:, None], i[:, None], j[None, :], queries, keys, scale, softcap,
+        base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS,
     )  # fmt: skip
-    v = tl.load(
-        base_v + j[None, :].to(tl.int64) * v_token + cv[:, None],
-        mask=(j[None, :] < keys) & (cv[:, None] < V_DIM), other=0.0,
-    )  # fmt: skip
-    if WIDE:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
-    before = capped(tl.dot(rows, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
-    s = with_biases(
-        before, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
-    )
-    weights = weights_of(s, of_top[:, None], of_rest[:, None], DISTANCE or BIAS)
-    if MASKED:
-        keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)
-        weights = tl.where(keep, weights, 0.0)
-    dp = tl.dot(given, v, input_precision=PRECISION)
     if DROPOUT:
         gone = dropped(head_row, i[:, None], j[None, :], seed_low, seed_high, threshold)
         dp = tl.where(gone, 0.0, dp * keep_scale)
     ds = weights * (dp - deltas[:, None])
     if MASKED:
+        keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)
         ds = tl.where(keep, ds, 0.0)
-        before = tl.where(keep, before, 0.0)  # NaN times a gradient of 0 would be NaN
-        k = tl.where(is_non_finite(k), 0.0, k)  # for those that see it, ds is NaN
     if DDISTANCE or DBIAS:
         inside = (i[:, None] < queries) & (j[None, :] < keys)
         if DDISTANCE:
@@ -160,14 +191,37 @@ def _queries_step(
             at = into_bias + i[:, None].to(tl.int64) * dbias_query + j[None, :].to(tl.int64) * dbias_key
             tl.atomic_add(at, ds, mask=inside, sem="relaxed")
     if SOFTCAP:
-        share = before / softcap
-        ds = ds * (1.0 - share * share)
-    return tl.dot(ds.to(k.dtype), k, found, input_precision=PRECISION)
+        ds = ds * _slope(before, softcap, keep if MASKED else True, MASKED and CAREFUL)
+    if MASKED and CAREFUL:
+        of_k = tl.where(is_non_finite(of_k), 0.0, of_k)  # for those that see it, ds is NaN
+    return tl.dot(ds.to(of_k.dtype), of_k, found, input_precision=PRECISION)
+
+
+@triton.jit
+def _weights(
+    s, top, rest, i, j, queries, keys, scale, softcap, base_distance, base_bias, bias_query, bias_key,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """(weights, scores before biases) of the products s of queries i and keys j, one along rows, one along columns."""
+    if not (SOFTCAP or DISTANCE or BIAS):
+        return tl.exp2(s * (scale * LOG2E) - top), s
+    before = capped(s, scale, softcap, SOFTCAP)
+    s = with_biases(before, i, j, queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS)
+    return tl.exp2(powers_of(s, top, rest, DISTANCE or BIAS)), before
+
+
+@triton.jit
+def _slope(before, softcap, keep, GUARDED: tl.constexpr):
+    """The derivative of the softcap where scores are `before`; GUARDED: NaN of hidden ones, times 0, would be NaN."""
+    if GUARDED:
+        before = tl.where(keep, before, 0.0)
+    share = before / softcap
+    return 1.0 - share * share
 
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_keys(
-    q, k, v, dout, top, rest, delta, dk, dv,
+    q, k, v, dout, top, rest, delta, dk, dv, q_described, dout_described,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -182,138 +236,197 @@ def gradient_of_keys(
     """dk and dv [batch, kv_heads, keys, dim], those that DK and DV ask for: a program sums over the heads of a group.
 
     The lists are those by key (`tables.by_key`), whose words have a row for each key and a bit for each query.
-    With REPAIR as in `forward`, for the rows of dk and dv.
+
+    Args:
+        QUERIES: queries computed at once in FULL tiles, of which TILE is a multiple.
+        REPAIR: as in `forward`, for the rows of dk and dv.
     """
     key_tiles = tl.cdiv(keys, TILE)
-    kv_heads = heads // group
-    for unit in tl.range(
-        tl.program_id(0), batch * kv_heads * key_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
-    ):
-        _row, b, g, first_listed, first_key = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
-            unit, order, batch, kv_heads, group, key_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
-        )
-        j = first_key + tl.arange(0, ROWS)
-        c = tl.arange(0, DIM_PADDED)
-        cv = tl.arange(0, V_DIM_PADDED)
-        b64, g64 = b.to(tl.int64), g.to(tl.int64)
-        some = 1
-        if REPAIR:
-            some = 0
-            if DK:
-                some |= spoiled(dk + b64 * dk_batch + g64 * dk_head, j, keys, c, dk_token, DIM)
-            if DV:
-                some |= spoiled(dv + b64 * dv_batch + g64 * dv_head, j, keys, cv, dv_token, V_DIM)
-            j = tl.where(some > 0, j, keys)
-        k_at = k + b64 * k_batch + g64 * k_head + j[:, None].to(tl.int64) * k_token + c[None, :]
-        v_at = v + b64 * v_batch + g64 * v_head + j[:, None].to(tl.int64) * v_token + cv[None, :]
-        of_k = tl.load(k_at, mask=(j[:, None] < keys) & (c[None, :] < DIM), other=0.0)
+    _row, b, g, first_listed, first_key = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+        tl.program_id(0), order, batch, heads // group, group, key_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+    )
+    j = first_key + tl.arange(0, ROWS)
+    c = tl.arange(0, DIM_PADDED)
+    cv = tl.arange(0, V_DIM_PADDED)
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    dk_at = dk + b64 * dk_batch + g64 * dk_head + j[:, None].to(tl.int64) * dk_token + c[None, :]
+    dv_at = dv + b64 * dv_batch + g64 * dv_head + j[:, None].to(tl.int64) * dv_token + cv[None, :]
+    inside_k = (j[:, None] < keys) & (c[None, :] < DIM)
+    inside_v = (j[:, None] < keys) & (cv[None, :] < V_DIM)
+    if REPAIR:
+        spoiled = tl.full([], 0, tl.int32)
         if DK:
-            of_v = tl.load(v_at, mask=(j[:, None] < keys) & (cv[None, :] < V_DIM), other=0.0)
-        else:
-            of_v = of_k
-        if WIDE:
-            of_k = of_k.to(tl.float32)
-            of_v = of_v.to(tl.float32)
-        found_k = tl.zeros([ROWS, DIM_PADDED if DK else 1], tl.float32)
-        found_v = tl.zeros([ROWS, V_DIM_PADDED if DV else 1], tl.float32)
-        for h in tl.range(g * group, (g + 1) * group, num_stages=1):
-            listed = first_listed + ((h - g * group) * key_tiles if MAPS_HEADS else 0)
-            h64 = tl.cast(h, tl.int64)
-            base_q = q + b64 * q_batch + h64 * q_head
-            base_dout = dout + b64 * dout_batch + h64 * dout_head
-            base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
-            base_distance = distance + h64 * distance_head if DISTANCE else distance
-            of_row = (b64 * heads + h64) * queries
-            head_row = (b * heads + h).to(tl.uint32)
-            for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + some), num_stages=1):
-                first = tl.load(run_tile + run) * TILE
-                stop = tl.minimum(first + tl.load(run_length + run) * TILE, queries)
-                for i0 in tl.range(first, stop, QUERIES, num_stages=STAGES):
-                    found_k, found_v = _keys_step(
-                        found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
-                        top + of_row, rest + of_row, delta + of_row, c, cv, 0, words,
-                        base_distance, base_bias, bias_query, bias_key,
-                        queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-                        TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, False,
-                    )  # fmt: skip
-            steps: tl.constexpr = TILE // PATCH
-            begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + some)
-            for step in tl.range(begin * steps, end * steps, num_stages=1):
-                i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
-                pattern = tl.load(patch_pattern + step // steps)
+            spoiled |= tl.max(is_non_finite(tl.load(dk_at, mask=inside_k, other=0.0)).to(tl.int32))
+        if DV:
+            spoiled |= tl.max(is_non_finite(tl.load(dv_at, mask=inside_v, other=0.0)).to(tl.int32))
+        if spoiled == 0:
+            return
+    of_k = tl.load(
+        k + b64 * k_batch + g64 * k_head + j[:, None].to(tl.int64) * k_token + c[None, :], mask=inside_k, other=0.0
+    )
+    if DK:
+        v_at = v + b64 * v_batch + g64 * v_head + j[:, None].to(tl.int64) * v_token + cv[None, :]
+        of_v = tl.load(v_at, mask=inside_v, other=0.0)
+    else:
+        of_v = of_k
+    if WIDE:
+        of_k = of_k.to(tl.float32)
+        of_v = of_v.to(tl.float32)
+    if REPAIR:
+        again = True
+    else:
+        found_k, found_v = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
+            of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
+            dout_token, q_described, dout_described, top, rest, delta,
+            distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+            heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+            MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
+            DROPOUT, DK, DV, WIDE, PRECISION, STAGES, False,
+        )  # fmt: skip
+        if DK:
+            tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=inside_k)
+        if DV:
+            tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=inside_v)
+        again = (tl.max(is_non_finite(found_k).to(tl.int32)) | tl.max(is_non_finite(found_v).to(tl.int32))) > 0
+    if again:  # one after the other: both need too many registers
+        if DK:
+            found_k, _unused = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
+                of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
+                dout_token, None, None, top, rest, delta,
+                distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+                run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+                heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+                MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
+                DROPOUT, True, False, WIDE, PRECISION, 1, True,
+            )  # fmt: skip
+            tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=inside_k)
+        if DV:
+            _unused, found_v = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
+                of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
+                dout_token, None, None, top, rest, delta,
+                distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+                run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+                heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+                MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
+                DROPOUT, False, True, WIDE, PRECISION, 1, True,
+            )  # fmt: skip
+            tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=inside_v)
+
+
+@triton.jit
+def _walk_queries(
+    of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
+    dout_token, q_described, dout_described, top, rest, delta,
+    distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+    run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+    heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, PATCH: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the keys, without scale, and of the values, over the tiles of queries of their lists."""
+    found_k = tl.zeros([ROWS, DIM_PADDED if DK else 1], tl.float32)
+    found_v = tl.zeros([ROWS, V_DIM_PADDED if DV else 1], tl.float32)
+    b64 = b.to(tl.int64)
+    padded = tl.cdiv(queries, TILE) * TILE
+    for h in tl.range(g * group, (g + 1) * group, num_stages=1):
+        listed = first_listed + ((h - g * group) * key_tiles if MAPS_HEADS else 0)
+        h64 = tl.cast(h, tl.int64)
+        base_q = q + b64 * q_batch + h64 * q_head
+        base_dout = dout + b64 * dout_batch + h64 * dout_head
+        base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
+        base_distance = distance + h64 * distance_head if DISTANCE else distance
+        of_row = (b64 * heads + h64) * padded
+        head_row = (b * heads + h).to(tl.uint32)
+        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+            first = tl.load(run_tile + run) * TILE
+            stop = tl.minimum(first + tl.load(run_length + run) * TILE, queries)
+            for i0 in tl.range(first, stop, QUERIES, num_stages=STAGES):
+                of_q = block_of(q_described, b, h, i0, base_q, q_token, queries, QUERIES, DIM, DIM_PADDED, WIDE, True)
+                of_dout = block_of(
+                    dout_described, b, h, i0, base_dout, dout_token, queries, QUERIES, V_DIM, V_DIM_PADDED, WIDE, True
+                )
                 found_k, found_v = _keys_step(
-                    found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
-                    top + of_row, rest + of_row, delta + of_row, c, cv, pattern, words,
+                    found_k, found_v, of_k, of_v, of_q, of_dout, i0, j, base_dout, dout_token,
+                    top + of_row, rest + of_row, delta + of_row, 0, words,
                     base_distance, base_bias, bias_query, bias_key,
                     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-                    TILE, PATCH, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, True,
+                    TILE, QUERIES, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, PRECISION, False, CAREFUL,
                 )  # fmt: skip
-        dk_at = dk + b64 * dk_batch + g64 * dk_head + j[:, None].to(tl.int64) * dk_token + c[None, :]
-        dv_at = dv + b64 * dv_batch + g64 * dv_head + j[:, None].to(tl.int64) * dv_token + cv[None, :]
-        if DK:
-            tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=(j[:, None] < keys) & (c[None, :] < DIM))
-        if DV:
-            tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=(j[:, None] < keys) & (cv[None, :] < V_DIM))
+        steps: tl.constexpr = TILE // PATCH
+        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+        for step in tl.range(begin * steps, end * steps, num_stages=1 if WIDE else min(STAGES, 2)):
+            i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
+            pattern = tl.load(patch_pattern + step // steps)
+            of_q = block_of(
+                q_described if PATCH == QUERIES else None, b, h, i0, base_q, q_token, queries, PATCH, DIM, DIM_PADDED,
+                WIDE, True,
+            )  # fmt: skip
+            of_dout = block_of(
+                dout_described if PATCH == QUERIES else None, b, h, i0, base_dout, dout_token, queries, PATCH, V_DIM,
+                V_DIM_PADDED, WIDE, True,
+            )  # fmt: skip
+            found_k, found_v = _keys_step(
+                found_k, found_v, of_k, of_v, of_q, of_dout, i0, j, base_dout, dout_token,
+                top + of_row, rest + of_row, delta + of_row, pattern, words,
+                base_distance, base_bias, bias_query, bias_key,
+                queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
+                TILE, PATCH, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, PRECISION, True, CAREFUL,
+            )  # fmt: skip
+    return found_k, found_v
 
 
 @triton.jit
 def _keys_step(
-    found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token, base_top, base_rest, base_delta,
-    c, cv, pattern, words, base_distance, base_bias, bias_query, bias_key,
+    found_k, found_v, of_k, of_v, of_q, of_dout, i0, j, base_dout, dout_token, top, rest, delta, pattern, words,
+    base_distance, base_bias, bias_query, bias_key,
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-    TILE: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    TILE: tl.constexpr, QUERIES: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values after the queries i0 to i0 + QUERIES of a head. Scores are [keys, queries]."""
     i = i0 + tl.arange(0, QUERIES)
-    q = tl.load(
-        base_q + i[:, None].to(tl.int64) * q_token + c[None, :],
-        mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0,
+    of_top = tl.load(top + i)
+    of_rest = tl.load(rest + i) if DISTANCE or BIAS else of_top
+    deltas = tl.load(delta + i)
+    s = tl.dot(of_k, tl.trans(of_q), input_precision=PRECISION)
+    if DK:
+        dp = tl.dot(of_v, tl.trans(of_dout), input_precision=PRECISION)
+    weights, before = _weights(
+        s, of_top[None, :], of_rest[None, :], i[None, :], j[:, None], queries, keys, scale, softcap,
+        base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS,
     )  # fmt: skip
-    dout = tl.load(
-        base_dout + i[:, None].to(tl.int64) * dout_token + cv[None, :],
-        mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0,
-    )  # fmt: skip
-    of_top, of_rest = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
-        base_top, base_rest, i, i < queries, DISTANCE or BIAS
-    )
-    deltas = tl.load(base_delta + i, mask=i < queries, other=0.0)
-    if WIDE:
-        q = q.to(tl.float32)
-        dout = dout.to(tl.float32)
-    before = capped(tl.dot(of_k, tl.trans(q), input_precision=PRECISION), scale, softcap, SOFTCAP)
-    s = with_biases(
-        before, i[None, :], j[:, None], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
-    )
-    weights = weights_of(s, of_top[None, :], of_rest[None, :], DISTANCE or BIAS)
     if MASKED:
         keep = bits_of(words, pattern, j, i0, i, TILE)
         weights = tl.where(keep, weights, 0.0)
     if DROPOUT:
         gone = dropped(head_row, i[None, :], j[:, None], seed_low, seed_high, threshold)
+    if DV:
+        given = weights
+        if DROPOUT:
+            given = tl.where(gone, 0.0, given * keep_scale)
+        if MASKED and CAREFUL:
+            bad = is_non_finite(of_dout)
+            if tl.max(bad.to(tl.int32)) > 0:
+                cv = tl.arange(0, V_DIM_PADDED)
+                found_v = add_seen_non_finite(
+                    found_v, pattern, words, j, i0, base_dout, dout_token, cv, queries, QUERIES, V_DIM, TILE
+                )
+            found_v = tl.dot(given.to(of_dout.dtype), tl.where(bad, 0.0, of_dout), found_v, input_precision=PRECISION)
+        else:
+            found_v = tl.dot(given.to(of_dout.dtype), of_dout, found_v, input_precision=PRECISION)
     if DK:
-        dp = tl.dot(of_v, tl.trans(dout), input_precision=PRECISION)
         if DROPOUT:
             dp = tl.where(gone, 0.0, dp * keep_scale)
         ds = weights * (dp - deltas[None, :])
         if MASKED:
             ds = tl.where(keep, ds, 0.0)
-            before = tl.where(keep, before, 0.0)  # NaN times a gradient of 0 would be NaN
-            q = tl.where(is_non_finite(q), 0.0, q)  # for the keys that it sees, ds is NaN
         if SOFTCAP:
-            share = before / softcap
-            ds = ds * (1.0 - share * share)
-        found_k = tl.dot(ds.to(q.dtype), q, found_k, input_precision=PRECISION)
-    if DV:
-        if MASKED:
-            bad = is_non_finite(dout)
-            if tl.max(bad.to(tl.int32)) > 0:
-                found_v = add_seen_non_finite(
-                    found_v, pattern, words, j, i0, base_dout, dout_token, cv, queries, QUERIES, V_DIM, TILE
-                )
-            dout = tl.where(bad, 0.0, dout)
-        if DROPOUT:
-            weights = tl.where(gone, 0.0, weights * keep_scale)
-        found_v = tl.dot(weights.to(dout.dtype), dout, found_v, input_precision=PRECISION)
+            ds = ds * _slope(before, softcap, keep if MASKED else True, MASKED and CAREFUL)
+        if MASKED and CAREFUL:
+            of_q = tl.where(is_non_finite(of_q), 0.0, of_q)  # for the keys that it sees, ds is NaN
+        found_k = tl.dot(ds.to(of_q.dtype), of_q, found_k, input_precision=PRECISION)
     return found_k, found_v

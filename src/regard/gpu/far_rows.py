@@ -36,49 +36,45 @@ def far_rows(
     Args:
         lse: log-sum-exp of each row, natural logarithm.
     """
-    query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(
-        tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
-    ):
-        row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
-            unit, order, batch, heads, 1, query_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
-        )
-        i = first_query + tl.arange(0, ROWS)
-        at = row.to(tl.int64) * queries + i
-        near = tl.load(lse + at, mask=i < queries, other=0.0)
-        far = (tl.abs(near) > FAR) & (tl.abs(near) < float("inf"))
-        some = tl.max(far.to(tl.int32)) > 0
-        c = tl.arange(0, DIM_PADDED)
-        b64, h64 = b.to(tl.int64), h.to(tl.int64)
-        base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
-        base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
-        base_distance = distance + h64 * distance_head if DISTANCE else distance
-        q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
-        rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM) & some, other=0.0)
-        if WIDE:
-            rows = rows.to(tl.float32)
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        begin, end = tl.load(run_start + listed), tl.load(run_start + listed + 1)
-        for run in tl.range(begin, tl.where(some, end, begin), num_stages=1):
-            first = tl.load(run_tile + run) * TILE
-            stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
-            for j0 in tl.range(first, stop, PATCH, num_stages=1):
-                largest, total = _step(
-                    largest, total, rows, i, j0, base_k, k_token, c, -1, words, base_distance, base_bias, bias_query,
-                    bias_key, queries, keys, scale, softcap, TILE, PATCH, DIM, SOFTCAP, DISTANCE, BIAS, WIDE, PRECISION,
-                )  # fmt: skip
-        steps: tl.constexpr = TILE // PATCH
-        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
-        for step in tl.range(begin * steps, tl.where(some, end, begin) * steps, num_stages=1):
-            j0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
-            pattern = tl.load(patch_pattern + step // steps)
+    row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+        tl.program_id(0), order, batch, heads, 1, tl.cdiv(queries, TILE), section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+    )
+    i = first_query + tl.arange(0, ROWS)
+    at = row.to(tl.int64) * queries + i
+    near = tl.load(lse + at, mask=i < queries, other=0.0)
+    far = (tl.abs(near) > FAR) & (tl.abs(near) < float("inf"))
+    some = tl.max(far.to(tl.int32)) > 0
+    c = tl.arange(0, DIM_PADDED)
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
+    base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
+    base_distance = distance + h64 * distance_head if DISTANCE else distance
+    q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
+    rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM) & some, other=0.0)
+    if WIDE:
+        rows = rows.to(tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    begin, end = tl.load(run_start + listed), tl.load(run_start + listed + 1)
+    for run in tl.range(begin, tl.where(some, end, begin), num_stages=1):
+        first = tl.load(run_tile + run) * TILE
+        stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
+        for j0 in tl.range(first, stop, PATCH, num_stages=1):
             largest, total = _step(
-                largest, total, rows, i, j0, base_k, k_token, c, pattern, words, base_distance, base_bias, bias_query,
+                largest, total, rows, i, j0, base_k, k_token, c, -1, words, base_distance, base_bias, bias_query,
                 bias_key, queries, keys, scale, softcap, TILE, PATCH, DIM, SOFTCAP, DISTANCE, BIAS, WIDE, PRECISION,
             )  # fmt: skip
-        tl.store(top + at, tl.where(far, largest, near), mask=i < queries)
-        tl.store(rest + at, tl.where(far, tl.log2(total), 0.0), mask=i < queries)
+    steps: tl.constexpr = TILE // PATCH
+    begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+    for step in tl.range(begin * steps, tl.where(some, end, begin) * steps, num_stages=1):
+        j0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
+        pattern = tl.load(patch_pattern + step // steps)
+        largest, total = _step(
+            largest, total, rows, i, j0, base_k, k_token, c, pattern, words, base_distance, base_bias, bias_query,
+            bias_key, queries, keys, scale, softcap, TILE, PATCH, DIM, SOFTCAP, DISTANCE, BIAS, WIDE, PRECISION,
+        )  # fmt: skip
+    tl.store(top + at, tl.where(far, largest, near), mask=i < queries)
+    tl.store(rest + at, tl.where(far, tl.log2(total), 0.0), mask=i < queries)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The gradients of a call: starts the backward kernels, those of which a gradient is wanted."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.gpu.backward import gradient_of_keys, gradient_of_queries
@@ -12,25 +13,49 @@ from regard.gpu.launch import (
     blocks_of,
     computed_in,
     constants,
+    descriptors,
     keys_blocks,
     launch,
     padded,
     placed,
     queries_blocks,
     section,
+    started,
 )
+from regard.gpu.products import products
 from regard.gpu.tables import by_key, by_query
-from regard.gpu.totals import Totals, totals
+from regard.gpu.tokens import is_described
+from regard.gpu.totals import LOG2E, Totals, totals
 from regard.state import State
+
+
+PRODUCT_ROWS = 32
+"""Rows of a program of `products`."""
 
 
 class Rows(NamedTuple):
     """What the kernels read of each row besides the inputs."""
 
     dout: Tensor  # [batch, heads, queries, v_dim]
-    top: Tensor  # float32 [batch, heads, queries], as the next two; top and rest as in `Totals`
+    top: Tensor  # float32 [batch, heads, queries rounded up to whole tiles], as the next two; see `rows_of`
     rest: Tensor
     delta: Tensor  # what is subtracted from the gradient of each weight
+
+
+def rows_of(call: Call, i: Inputs, dout: Tensor, total: Totals, delta: Tensor) -> Rows:
+    """The rows as the kernels read them, without asking whether a query is there.
+
+    With biases, `top` and `rest` are those of the total; else `top` is the log-sum-exp in base 2, and `rest` is not
+    read. Where a row's weights are all 0, and where no query is, `top` is inf.
+    """
+    top = total.top.masked_fill(total.top == -torch.inf, torch.inf)
+    rest = total.rest
+    if i.distance is None and i.bias is None:
+        top = top * LOG2E
+    tiled = -(-i.q.shape[2] // call.schedule.tile) * call.schedule.tile
+    more = 0, tiled - i.q.shape[2]
+    top, delta = F.pad(top, more, value=torch.inf).contiguous(), F.pad(delta, more).contiguous()
+    return Rows(dout, top, top if rest is None else F.pad(rest, more).contiguous(), delta)
 
 
 def gradients(
@@ -42,7 +67,7 @@ def gradients(
     if i.distance is not None or i.bias is not None:  # -inf may hide all keys of a row, which then drops its gradient
         dout = dout.masked_fill((state.lse == -torch.inf)[..., None], 0.0)
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = (state.out.float() * dout.float()).sum(3)
+    delta = products_of_rows(state.out, dout)
     total, dsink = totals(call, i, state.lse), None
     if i.sink is not None:
         own, total = total, total.with_sink(i.sink)
@@ -52,7 +77,7 @@ def gradients(
         dlse = None if dlse is None else dlse * torch.exp(total.above(own))
     if dlse is not None:
         delta = delta - dlse.masked_fill(state.lse == -torch.inf, 0.0)
-    rows = Rows(dout, *total.both, delta)
+    rows = rows_of(call, i, dout, total, delta)
     dq = ddistance = dbias = None
     if q_wanted or distance_wanted or bias_wanted:
         dq, ddistance, dbias = of_queries(call, i, rows, distance_wanted, bias_wanted)
@@ -75,7 +100,7 @@ def of_queries(
     blocks = blocks_of(queries_blocks, i)
     launch(
         gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        *(i.q, i.k, i.v, *rows, dq),
+        *(i.q, i.k, i.v, *rows, dq, *descriptors(blocks, i.k, i.v)),
         *(stride for t in (i.q, i.k, i.v, rows.dout, dq) for stride in t.stride()[:3]),
         *biases(i, rows.top), rows.delta if ddistance is None else ddistance, *into, *by_query(s, i.q.device),
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
@@ -108,7 +133,7 @@ def of_keys(
     for which in passes(i, k_wanted, v_wanted):
         launch(
             gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // blocks.rows, blocks, i.q.device,
-            *(i.q, i.k, i.v, *rows, *into),
+            *(i.q, i.k, i.v, *rows, *into, *descriptors(blocks, i.q, rows.dout)),
             *(stride for t in (i.q, i.k, i.v, rows.dout, *into) for stride in t.stride()[:3]),
             *biases(i, rows.top), *by_key(s, i.q.device), batch, heads, group, queries, keys,
             *(max(1, section(i) // group), call.scale, call.softcap or 0.0, *call.drops),
@@ -118,7 +143,26 @@ def of_keys(
 
 
 def passes(i: Inputs, k_wanted: bool, v_wanted: bool) -> list[dict[str, bool]]:
-    """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
-    is_large = padded(max(i.q.shape[3], i.v.shape[3])) > 64 or i.q.element_size() == 4
-    each = [(k_wanted, False), (False, v_wanted)] if is_large else [(k_wanted, v_wanted)]
+    """The passes for dk and dv: one, or one each."""
+    dim = padded(max(i.q.shape[3], i.v.shape[3]))
+    is_one = has_one_pass(i.q.element_size(), dim, described=all(map(is_described, i[:3])))
+    each = [(k_wanted, v_wanted)] if is_one else [(k_wanted, False), (False, v_wanted)]
     return [{"DK": dk, "DV": dv} for dk, dv in each if dk or dv]
+
+
+def has_one_pass(item: int, dim: int, *, described: bool) -> bool:
+    """Whether both gradients have registers for their sums; the arguments are those of `launch.forward_blocks`."""
+    return item == 2 and dim <= (128 if described else 64)
+
+
+def products_of_rows(x: Tensor, y: Tensor) -> Tensor:
+    """The sum over the last axis of the products of two tensors of one shape, float32 [batch, heads, queries]."""
+    batch, heads, queries, dim = x.shape
+    sums = torch.empty(batch, heads, queries, dtype=torch.float32, device=x.device)
+    programs = batch * heads * -(-queries // PRODUCT_ROWS)
+    with started(x.device):
+        cast("Any", products)[(programs,)](
+            x, y, sums, *x.stride()[:3], *y.stride()[:3], heads, queries,
+            ROWS=PRODUCT_ROWS, DIM=dim, DIM_PADDED=padded(dim),
+        )  # fmt: skip
+    return sums

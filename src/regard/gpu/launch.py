@@ -13,15 +13,13 @@ from triton import JITFunction
 from regard.gpu.call import Call, Inputs
 from regard.gpu.forward import forward
 from regard.gpu.tables import by_query
+from regard.gpu.tokens import descriptor, is_described
 
 CACHE = 24 << 20
 """Bytes of keys and values that programs which run at the same time read: half the L2 cache of an H100."""
 
 IS_INTERPRETED = not isinstance(cast(Any, forward), JITFunction)
 """Whether Triton's interpreter runs the kernels, on whichever device tensors are; decided when they are imported."""
-
-INTERPRETED_PROGRAMS = 3
-"""More than one, so that tests on a CPU have programs that take several units, and units of several programs."""
 
 
 class Blocks(NamedTuple):
@@ -43,7 +41,7 @@ LARGE_FLOAT32 = Blocks(16, 16, 16, warps=4, stages=1)
 650, and the shared memory of sm_89 would not hold them, for gradients not even that of sm_90."""
 
 
-def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
+def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
     """For the forward kernel, whose programs have rows of queries.
 
     Args:
@@ -52,33 +50,48 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool)
         extra: bytes of biases per pair.
         shared: bytes of shared memory that a program may have.
         dense: whether a bias is a tensor: the addresses of its elements need registers.
+        described: whether blocks of tokens are copied by descriptors (`tokens.py`), which leaves registers: these were
+            chosen by their times on an H200, the others by what they compile to.
     """
     if item == 4:
         blocks = float32_blocks(dim, 32)
     elif dense:
         blocks = Blocks(64, 32, 32, warps=8, stages=2)
-    elif dim <= 128:
-        blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
+    elif dim > 128:
+        blocks = Blocks(64, 32, 32, warps=4 if described else 8, stages=2)
+    elif described:
+        blocks = Blocks(128, 64, 64, warps=4, stages=4) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
     else:
-        blocks = Blocks(64, 32, 32, warps=8, stages=2)
+        blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
     return fitting(blocks, dim * item, 2 * dim * item, extra, shared)
 
 
-def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
+def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
     """For the gradient of queries, whose programs have rows of queries; the arguments are those of `forward_blocks`."""
     if item == 4:
         blocks = float32_blocks(dim, 16)
     elif dim > 128:
         blocks = Blocks(64, 16, 16, warps=8, stages=2)
+    elif dense:
+        blocks = Blocks(128, 16, 16, warps=8, stages=2)
+    elif described and extra:
+        blocks = Blocks(64, 32, 32, warps=4, stages=2)
+    elif described:
+        blocks = Blocks(64, 64, 64, warps=4, stages=3) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
     else:
-        blocks = Blocks(128, 16 if dense else 64 if dim <= 64 else 32, 16, warps=8, stages=2)
+        blocks = Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
-def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
+def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
     """For the gradients of keys and values, whose programs have rows of keys."""
-    rows, tokens = (64, 16) if dim > 128 else (128, 16) if extra else (128, 32)
-    blocks = float32_blocks(dim, 16) if item == 4 else Blocks(rows, tokens, 16, warps=8, stages=2)
+    if item == 4:
+        blocks = float32_blocks(dim, 16)
+    elif described and dim <= 128 and not dense:
+        blocks = Blocks(64, 32, 32, warps=4, stages=3 if dim <= 64 else 2)
+    else:
+        rows, tokens = (64, 16) if dim > 128 else (128, 16) if extra else (128, 32)
+        blocks = Blocks(rows, tokens, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
@@ -86,7 +99,9 @@ def float32_blocks(dim: int, tokens: int) -> Blocks:
     """For float32, whose products are three of TF32.
 
     With 64 rows, heads of 128 would spill 550 to 1,630 bytes instead of 40 to 210. Products of 32 rows are not those of
-    a warp group (sm_90, sm_100), but by count the spilled bytes alone would take longer.
+    a warp group (sm_90, sm_100), but by count the spilled bytes alone would take longer. 64 rows have four warps, one
+    warp group: with eight, Triton (3.6, 3.7) gives the second one rows that are not there, and its products of float32
+    read beyond shared memory.
 
     Args:
         dim: padded dimensions of a head.
@@ -94,7 +109,7 @@ def float32_blocks(dim: int, tokens: int) -> Blocks:
     """
     if dim > 128:
         return LARGE_FLOAT32
-    return Blocks(64, tokens, 32 if tokens == 32 else 16, warps=4, stages=2) if dim <= 64 else Blocks(32, tokens, 16, warps=4, stages=2)
+    return Blocks(64, tokens, tokens, warps=4, stages=2) if dim <= 64 else Blocks(32, tokens, 16, warps=4, stages=2)
 
 
 def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
@@ -109,7 +124,9 @@ def blocks_of(of: Callable[..., Blocks], i: Inputs) -> Blocks:
         return INTERPRETED
     extra = 4 * (i.distance is not None) + (0 if i.bias is None else i.bias.element_size())
     dim = padded(max(i.q.shape[3], i.v.shape[3]))
-    return of(i.q.element_size(), dim, extra, shared_memory(i.q.device), dense=i.bias is not None)
+    described = is_described(i.q) and is_described(i.k) and is_described(i.v)
+    shared = shared_memory(i.q.device)
+    return of(i.q.element_size(), dim, extra, shared, dense=i.bias is not None, described=described)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -144,13 +161,16 @@ def run(call: Call, i: Inputs, found: tuple[Tensor, Tensor] | None = None) -> tu
     else:
         out, lse = found
     tables, blocks = by_query(s, i.q.device), blocks_of(forward_blocks, i)
+    q, scale = i.q, call.scale
+    if scale <= 0 and call.softcap is None and i.distance is None and i.bias is None:
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     launch(
-        forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        *(i.q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
-        *(stride for t in (i.q, i.k, i.v, out) for stride in t.stride()[:3]),
+        forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, q.device,
+        *(q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse, *descriptors(blocks, i.k, i.v)),
+        *(stride for t in (q, i.k, i.v, out) for stride in t.stride()[:3]),
         *biases(i, lse),
         *tables,
-        *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
+        *(batch, heads, heads // kv_heads, queries, keys, section(i), scale, call.softcap or 0.0, *call.drops),
         **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None, REPAIR=found is not None,
     )  # fmt: skip
     return out.to(i.q.dtype), lse
@@ -169,11 +189,14 @@ def empty_output(q: Tensor, v_dim: int) -> Tensor:
 
 
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel of persistent programs over its units, on the device and the stream of its tensors."""
-    # two for each multiprocessor: one computes while the other waits
-    most = INTERPRETED_PROGRAMS if device.type == "cpu" else 2 * _properties(device).multi_processor_count
+    """Run a kernel with a program for each unit, on the device and the stream of its tensors."""
     with started(device):
-        kernel[(min(units, most),)](*arguments, **constants, **warps_and_stages(blocks, device))
+        kernel[(units,)](*arguments, **constants, **warps_and_stages(blocks, device))
+
+
+def descriptors(blocks: Blocks, *tensors: Tensor) -> list[Any]:
+    """Those of blocks of tokens of these tensors, as the kernels take them."""
+    return [descriptor(t, blocks.tokens, padded(t.shape[3])) for t in tensors]
 
 
 def warps_and_stages(blocks: Blocks, device: torch.device) -> dict[str, int]:

@@ -5,19 +5,13 @@ kernels of `forward.py` and `backward.py` read the results, and programs whose r
 that see NaN or inf are computed twice. Nothing is read on the host, and a call without NaN reads its results once.
 """
 
-from typing import Any, cast
-
-import torch
 from torch import Tensor
 
 from regard.gpu.call import Call, Inputs
-from regard.gpu.gradients import Rows, of_keys, of_queries
-from regard.gpu.launch import computed_in, padded, run, started
-from regard.gpu.products import products
+from regard.gpu.gradients import of_keys, of_queries, products_of_rows, rows_of
+from regard.gpu.launch import computed_in, run
+from regard.gpu.totals import Totals
 from regard.state import State
-
-PRODUCT_ROWS = 32
-"""Rows of a program of `products`."""
 
 
 def repair(call: Call, i: Inputs, found: State) -> None:
@@ -35,24 +29,11 @@ def repair_gradients(call: Call, i: Inputs, state: State, dout: Tensor, found: t
         dout: the gradient of its output; the channels of a token are contiguous in memory.
     """
     dq, dk, dv = map(_computed, found)
-    rows = Rows(dout, state.lse, state.lse, products_of_rows(state.out, dout))
+    rows = rows_of(call, i, dout, Totals(state.lse, None), products_of_rows(state.out, dout))
     of_queries(call, i, rows, distance_wanted=False, bias_wanted=False, found=dq)
     of_keys(call, i, rows, k_wanted=True, v_wanted=True, found=(dk, dv))
     for of_kernel, of_torch in zip((dq, dk, dv), found, strict=True):
         _written(of_kernel, of_torch)
-
-
-def products_of_rows(x: Tensor, y: Tensor) -> Tensor:
-    """The sum over the last axis of the products of two tensors of one shape, float32 [batch, heads, queries]."""
-    batch, heads, queries, dim = x.shape
-    sums = torch.empty(batch, heads, queries, dtype=torch.float32, device=x.device)
-    programs = batch * heads * -(-queries // PRODUCT_ROWS)
-    with started(x.device):
-        cast("Any", products)[(programs,)](
-            x, y, sums, *x.stride()[:3], *y.stride()[:3], heads, queries,
-            ROWS=PRODUCT_ROWS, DIM=dim, DIM_PADDED=padded(dim),
-        )  # fmt: skip
-    return sums
 
 
 def _computed(t: Tensor) -> Tensor:

@@ -60,7 +60,10 @@ def words_of(words, pattern, a, b0, TILE: tl.constexpr):
 @triton.jit
 def bits_of(words, pattern, a, b0, b, TILE: tl.constexpr):
     """The bits of rows a and columns b of a pattern; the columns, from b0 on, are in one word of each row."""
-    return (words_of(words, pattern, a, b0, TILE)[:, None] >> (b[None, :] % 64)) & 1 != 0
+    word = words_of(words, pattern, a, b0, TILE)
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)  # a shift of 64 bits takes several instructions
+    half = tl.where((b % 64 < 32)[None, :], low[:, None], high[:, None])
+    return (half >> (b % 32)[None, :]) & 1 != 0
 
 
 @triton.jit
@@ -86,23 +89,9 @@ def is_non_finite(x):
 
 
 @triton.jit
-def spoiled(t, rows, stop, columns, row_stride, DIM: tl.constexpr):
-    """1 if an element of the rows [.., dim] at t, before `stop`, is not finite, else 0."""
-    at = t + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
-    found = tl.load(at, mask=(rows[:, None] < stop) & (columns[None, :] < DIM), other=0.0)
-    return tl.max(is_non_finite(found).to(tl.int32))
-
-
-@triton.jit
 def weighed_by(total):
     """The log-sum-exp of rows in base 2, by which weights are computed again; inf for rows whose weights are all 0."""
     return tl.where(total == float("-inf"), float("inf"), total * LOG2E)
-
-
-@triton.jit
-def weights_of(s, top, rest, BIASED: tl.constexpr):
-    """The weights of scores s, from what `totals_of` gave."""
-    return tl.exp2(powers_of(s, top, rest, BIASED))
 
 
 @triton.jit
@@ -151,7 +140,7 @@ def unit_of(
     unit, order, batch, heads, group, tiles, section,
     TILE: tl.constexpr, ROWS: tl.constexpr, MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The unit of a persistent program: (row, batch row, head, place in the lists, first token), row = b * heads + h.
+    """The unit of a program: (row, batch row, head, place in the lists, first token), row = b * heads + h.
 
     Args:
         order: tiles of each map, those with the most work first.

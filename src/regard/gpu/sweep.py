@@ -30,67 +30,63 @@ def sweep(
         columns: float64 zeros [batch, heads, keys]; mean: float64 zeros, sums of cells; largest: zeros, the bits of
             weights, which are in the order of the weights.
     """
-    query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(
-        tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
-    ):
-        row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
-            unit, order, batch, heads, 1, query_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
-        )
-        i = first_query + tl.arange(0, ROWS)
-        c = tl.arange(0, DIM_PADDED)
-        b64, h64, row64 = b.to(tl.int64), h.to(tl.int64), row.to(tl.int64)
-        base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
-        base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
-        base_distance = distance + h64 * distance_head if DISTANCE else distance
-        q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
-        rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0)
-        if WIDE:
-            rows = rows.to(tl.float32)
-        at = row64 * queries + i
-        sums_of, rest_of = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
-            total, rest, at, i < queries, DISTANCE or BIAS
-        )
-        of_mass = tl.zeros([ROWS], tl.float32)
-        of_entropy = tl.zeros([ROWS], tl.float32)
-        of_squares = tl.zeros([ROWS], tl.float32)
-        of_top = tl.zeros([ROWS], tl.float32)
-        of_key = tl.zeros([ROWS], tl.int32)
-        of_bins = tl.zeros([ROWS, 32], tl.float32)
-        into_columns = columns + row64 * keys
-        into_mean = mean + row64 * cells_down * cells_across
-        into_largest = largest + row64 * cells_down * cells_across
-        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
-            first = tl.load(run_tile + run) * TILE
-            stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
-            for j0 in tl.range(first, stop, KEYS):
-                of_mass, of_entropy, of_squares, of_top, of_key, of_bins = _step(
-                    of_mass, of_entropy, of_squares, of_top, of_key, of_bins, into_columns, into_mean, into_largest,
-                    rows, sums_of, rest_of, i, j0, base_k, k_token, c, -1, words,
-                    base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
-                    offset, cell, cells_across,
-                    TILE, KEYS, DIM, BINS, SOFTCAP, DISTANCE, BIAS, PICTURE, WIDE, PRECISION,
-                )  # fmt: skip
-        steps: tl.constexpr = TILE // KEYS
-        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
-        for step in tl.range(begin * steps, end * steps, num_stages=1):
-            j0 = tl.load(patch_tile + step // steps) * TILE + step % steps * KEYS
-            pattern = tl.load(patch_pattern + step // steps)
+    row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+        tl.program_id(0), order, batch, heads, 1, tl.cdiv(queries, TILE), section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+    )
+    i = first_query + tl.arange(0, ROWS)
+    c = tl.arange(0, DIM_PADDED)
+    b64, h64, row64 = b.to(tl.int64), h.to(tl.int64), row.to(tl.int64)
+    base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
+    base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
+    base_distance = distance + h64 * distance_head if DISTANCE else distance
+    q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
+    rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0)
+    if WIDE:
+        rows = rows.to(tl.float32)
+    at = row64 * queries + i
+    sums_of, rest_of = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
+        total, rest, at, i < queries, DISTANCE or BIAS
+    )
+    of_mass = tl.zeros([ROWS], tl.float32)
+    of_entropy = tl.zeros([ROWS], tl.float32)
+    of_squares = tl.zeros([ROWS], tl.float32)
+    of_top = tl.zeros([ROWS], tl.float32)
+    of_key = tl.zeros([ROWS], tl.int32)
+    of_bins = tl.zeros([ROWS, 32], tl.float32)
+    into_columns = columns + row64 * keys
+    into_mean = mean + row64 * cells_down * cells_across
+    into_largest = largest + row64 * cells_down * cells_across
+    for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+        first = tl.load(run_tile + run) * TILE
+        stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
+        for j0 in tl.range(first, stop, KEYS):
             of_mass, of_entropy, of_squares, of_top, of_key, of_bins = _step(
                 of_mass, of_entropy, of_squares, of_top, of_key, of_bins, into_columns, into_mean, into_largest,
-                rows, sums_of, rest_of, i, j0, base_k, k_token, c, pattern, words,
+                rows, sums_of, rest_of, i, j0, base_k, k_token, c, -1, words,
                 base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
                 offset, cell, cells_across,
                 TILE, KEYS, DIM, BINS, SOFTCAP, DISTANCE, BIAS, PICTURE, WIDE, PRECISION,
             )  # fmt: skip
-        there = i < queries
-        tl.store(mass + at, of_mass, mask=there)
-        tl.store(entropy + at, of_entropy, mask=there)
-        tl.store(squares + at, of_squares, mask=there)
-        tl.store(top + at, of_top, mask=there)
-        tl.store(top_key + at, of_key.to(tl.int64), mask=there)
-        n = tl.arange(0, 32)
-        tl.store(bins + at[:, None] * BINS + n[None, :], of_bins, mask=there[:, None] & (n[None, :] < BINS))
+    steps: tl.constexpr = TILE // KEYS
+    begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+    for step in tl.range(begin * steps, end * steps, num_stages=1):
+        j0 = tl.load(patch_tile + step // steps) * TILE + step % steps * KEYS
+        pattern = tl.load(patch_pattern + step // steps)
+        of_mass, of_entropy, of_squares, of_top, of_key, of_bins = _step(
+            of_mass, of_entropy, of_squares, of_top, of_key, of_bins, into_columns, into_mean, into_largest,
+            rows, sums_of, rest_of, i, j0, base_k, k_token, c, pattern, words,
+            base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
+            offset, cell, cells_across,
+            TILE, KEYS, DIM, BINS, SOFTCAP, DISTANCE, BIAS, PICTURE, WIDE, PRECISION,
+        )  # fmt: skip
+    there = i < queries
+    tl.store(mass + at, of_mass, mask=there)
+    tl.store(entropy + at, of_entropy, mask=there)
+    tl.store(squares + at, of_squares, mask=there)
+    tl.store(top + at, of_top, mask=there)
+    tl.store(top_key + at, of_key.to(tl.int64), mask=there)
+    n = tl.arange(0, 32)
+    tl.store(bins + at[:, None] * BINS + n[None, :], of_bins, mask=there[:, None] & (n[None, :] < BINS))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ FAR_CONSTANTS = (
 )  # fmt: skip
 """The names in `constants` that `far_rows` is compiled for."""
 
-LN2 = math.log(2)
+LN2, LOG2E = math.log(2), 1 / math.log(2)
 
 
 class Totals(NamedTuple):
