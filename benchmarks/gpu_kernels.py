@@ -73,6 +73,9 @@ def variants() -> list[Variant]:
         Variant("gradient_of_keys", "bf16", 64, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
         *(Variant(name, "fp32", dim) for name in names for dim in (64, 128, 256)),
         Variant("forward", "bf16", 256),
+        *(Variant(name, "bf16", dim, ("REPAIR",)) for name in names[:3] for dim in (64, 128)),
+        Variant("gradient_of_values", "bf16", 128, ("REPAIR",)),
+        Variant("products", "bf16", 128),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
         *(Variant("far_rows", "fp32", dim, ("DISTANCE", "SOFTCAP")) for dim in (64, 256)),
         Variant("sweep", "bf16", 128),
@@ -131,6 +134,8 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
+    from regard.gpu.products import products
+    from regard.gpu.repair import PRODUCT_ROWS
     from regard.gpu.totals import far_blocks
 
     if variant.kernel == "span":
@@ -138,6 +143,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     if variant.kernel == "merge":
         sizes = {"V_DIM": variant.dim, "V_DIM_PADDED": variant.dim, "SINK": True}
         return merge, launch.Blocks(1, 1, 1, warps=4, stages=3), sizes
+    if variant.kernel == "products":
+        sizes = {"ROWS": PRODUCT_ROWS, "DIM": variant.dim, "DIM_PADDED": variant.dim}
+        return products, launch.Blocks(PRODUCT_ROWS, 1, 1, warps=4, stages=3), sizes
     if variant.kernel == "sweep":
         return _sweep(variant, chip)
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
@@ -152,7 +160,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     dense = "BIAS" in variant.more
     blocks = of(item, dim, 4 * ("DISTANCE" in variant.more) + item * dense, CHIPS[chip][3], dense=dense)
     both = dim <= 64 and item == 2
-    flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT"), False)
+    flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "REPAIR"), False)
     constants: dict[str, Any] = {
         **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
         "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
@@ -214,9 +222,9 @@ def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     return sweep, blocks, constants
 
 
-FLOATS = {"lse", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
+FLOATS = {"lse", "sums", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
-TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
+TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv", "x", "y"}
 
 
 def _type(name: str, variant: Variant) -> str:
