@@ -160,7 +160,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     dense = "BIAS" in variant.more
     blocks = of(item, dim, 4 * ("DISTANCE" in variant.more) + item * dense, CHIPS[chip][3], dense=dense)
     both = dim <= 64 and item == 2
-    flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "REPAIR"), False)
+    flags = dict.fromkeys(
+        ("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "REPAIR"), False
+    )
     constants: dict[str, Any] = {
         **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
         "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
@@ -222,7 +224,7 @@ def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     return sweep, blocks, constants
 
 
-FLOATS = {"lse", "sums", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
+FLOATS = {"lse", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
 TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv", "x", "y"}
 
@@ -244,7 +246,7 @@ def _type(name: str, variant: Variant) -> str:
             return f"*{of[name]}"
     if name in TENSORS:
         return f"*{dtype}"
-    kinds = {"words": "*i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
+    kinds = {"words": "*i64", "sums": "*fp32", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
     return "*fp32" if name in FLOATS else "*i32" if name in LISTS else kinds.get(name, "i32")
 
 

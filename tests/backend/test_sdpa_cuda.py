@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from regard import Causal, RefusalError, attend, attend_state, explain
-from regard.backend import sdpa_cuda, triton
+from regard.backend import triton
 from regard.dispatch.choose import forget_plans
 from regard.plan.problem import Operands
 from tests.oracle import worst
 from tests.pretended_gpu import PretendedGpu, pretended_gpu
 
-pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
+sdpa_cuda = pytest.importorskip("regard.backend.sdpa_cuda", reason="Triton is not installed", exc_type=ImportError)
 
 
 def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
@@ -293,8 +293,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_refused_says_why(reason: str):
     sizes, words = REFUSED[reason]
-    dtype, dim, keys = (sizes.get(name, value) for name, value in (("dtype", torch.bfloat16), ("dim", 64), ("keys", 40)))
-    q, k = (torch.empty(1, 4, n, dim, dtype=dtype, device="meta") for n in (40, keys))
+    form = {"dtype": torch.bfloat16, "dim": 64, "keys": 40} | sizes
+    q, k = (torch.empty(1, 4, n, form["dim"], dtype=form["dtype"], device="meta") for n in (40, form["keys"]))
     words = {"device": "cuda"} | {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in words.items()}
     plan = explain(q, k, k, mask=Causal(), **words)
     assert plan.backend != "sdpa"

@@ -100,8 +100,7 @@ class Sdpa(Backend):
             "its log-sum-exp, which a State, a sink and observers need, has no gradient": (
                 p.device == "cpu" and p.grad and (p.lse or p.sink)
             ),
-            "it rounds its output before a sink can be folded in": p.sink
-            and p.dtype in HALF,
+            "it rounds its output before a sink can be folded in": p.sink and p.dtype in HALF,
             "it has no vmap or forward-mode derivative": p.transformed,
             f"it hides keys before it multiplies by scale, which must then be above 0 and is {p.scale}": (
                 p.mask is not None and p.scale <= 0

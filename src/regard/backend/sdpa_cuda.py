@@ -15,6 +15,9 @@ from torch import Tensor
 
 from regard.backend.contract import refuse_batched, second_derivative
 from regard.gpu.call import Call, Inputs
+from regard.gpu.gradients import gradients
+from regard.gpu.launch import run
+from regard.gpu.repair import repair, repair_gradients
 from regard.plan.checks import Saved
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -100,9 +103,6 @@ def _is_aligned(t: Tensor) -> bool:
 
 def _forward(call: Call, fused: Fused | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, int]:
     """The state of a call, and how many axes the log-sum-exp of the kernel has."""
-    from regard.gpu.launch import run
-    from regard.gpu.repair import repair
-
     inputs = Inputs(q, k, v, None, None, None)
     if fused is None:
         return State(*run(call, inputs)), 3
@@ -125,8 +125,6 @@ def _backward(
     lse_axes: int,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v; None where nobody wants one."""
-    from regard.gpu.repair import repair_gradients
-
     q, k, v = inputs[:3]
     out, lse = state.out, state.lse[..., None] if lse_axes == 4 else state.lse
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # what dropout would draw from
@@ -202,8 +200,6 @@ class _Gradient(torch.autograd.Function):
         dlse: Tensor | None,
         *saved: Any,
     ) -> tuple[Any, ...]:
-        from regard.gpu.gradients import gradients
-
         refuse_batched("sdpa", dout, dlse)
         *parts, out, lse = saved
         inputs, state = Inputs(*cast("Any", parts)), State(out, lse.contiguous())

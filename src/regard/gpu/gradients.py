@@ -98,7 +98,8 @@ def of_keys(
     """The gradients of the keys and of the values; None for one that is not wanted.
 
     Args:
-        found: those of another kernel, None for one that is not wanted: rows in which something is not finite are computed in place.
+        found: those of another kernel, None for one that is not wanted: rows in which something is not finite are
+            computed in place.
     """
     s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
     group, blocks = heads // kv_heads, blocks_of(keys_blocks, i)
