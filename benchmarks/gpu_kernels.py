@@ -73,6 +73,9 @@ def variants() -> list[Variant]:
         Variant("gradient_of_keys", "bf16", 64, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
         *(Variant(name, "fp32", dim) for name in names for dim in (64, 128, 256)),
         Variant("forward", "bf16", 256),
+        *(Variant(name, "bf16", dim, ("REPAIR",)) for name in names[:3] for dim in (64, 128)),
+        Variant("gradient_of_values", "bf16", 128, ("REPAIR",)),
+        Variant("products", "bf16", 128),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
         *(Variant("far_rows", "fp32", dim, ("DISTANCE", "SOFTCAP")) for dim in (64, 256)),
         Variant("sweep", "bf16", 128),
@@ -135,8 +138,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.backward import gradient_of_keys, gradient_of_queries
     from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
-    from regard.gpu.gradients import has_one_pass
     from regard.gpu.forward import forward
+    from regard.gpu.gradients import PRODUCT_ROWS, has_one_pass
+    from regard.gpu.products import products
     from regard.gpu.totals import far_blocks
 
     if variant.kernel == "span":
@@ -144,6 +148,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     if variant.kernel == "merge":
         sizes = {"V_DIM": variant.dim, "V_DIM_PADDED": variant.dim, "SINK": True}
         return merge, launch.Blocks(1, 1, 1, warps=4, stages=3), sizes
+    if variant.kernel == "products":
+        sizes = {"ROWS": PRODUCT_ROWS, "DIM": variant.dim, "DIM_PADDED": variant.dim}
+        return products, launch.Blocks(PRODUCT_ROWS, 1, 1, warps=4, stages=3), sizes
     if variant.kernel == "sweep":
         return _sweep(variant, chip)
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
@@ -159,7 +166,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     extra = 4 * ("DISTANCE" in variant.more) + item * dense
     blocks = of(item, dim, extra, CHIPS[chip][3], dense=dense, described=_is_described(chip))
     both = has_one_pass(item, dim, described=_is_described(chip))
-    flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT"), False)
+    flags = dict.fromkeys(
+        ("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "REPAIR"), False
+    )
     constants: dict[str, Any] = {
         **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
         "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
@@ -231,7 +240,7 @@ def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
 FLOATS = {"lse", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
-TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
+TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv", "x", "y"}
 
 
 def _type(name: str, variant: Variant) -> str:
@@ -251,7 +260,7 @@ def _type(name: str, variant: Variant) -> str:
             return f"*{of[name]}"
     if name in TENSORS:
         return f"*{dtype}"
-    kinds = {"words": "*i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
+    kinds = {"words": "*i64", "sums": "*fp32", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
     return "*fp32" if name in FLOATS else "*i32" if name in LISTS else kinds.get(name, "i32")
 
 

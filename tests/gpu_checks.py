@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard import Causal, KVCache, Prefix, RefusalError, Rope, TensorBias, Window, attend
+from regard import Causal, KVCache, Prefix, RefusalError, Rope, TensorBias, Window, attend, attend_state
 from regard.cache import Codec, Fp8, Int4, Int8, Latent, Paged, Rolling, StoredTensor
 from regard.describe.serialized import deserialize
 from regard.describe.spec import Spec
@@ -165,6 +165,36 @@ def hides_what_is_not_finite(device: torch.device) -> Found:
     return Found({"hidden": 0.0 if same else math.inf, "visible": 0.0 if seen else math.inf})
 
 
+POISONED = ("k", "v", "q", "dout")
+
+
+def repairs_what_torch_lets_through(heads: int, tokens: int, dim: int, device: torch.device) -> Found:
+    """NaN in one token of each: outputs, log-sum-exp and gradients of `sdpa` are NaN where those of `triton` are.
+
+    Elsewhere they are those of `triton`, to a rounding.
+    """
+    if device.type != "cuda":
+        return Found({}, "refused: torch's kernels for CUDA are called on a GPU alone")
+    clean = [draw(2, n, tokens + i, dim)[:, :, :tokens].bfloat16() for i, n in enumerate((heads, 2, 2, heads))]
+    errors, at = dict[str, float](), tokens * 3 // 4
+    for name in (None, *POISONED):
+        q, k, v, dout = (t.clone().to(device) for t in clean)
+        if name is not None:
+            {"q": q, "k": k, "v": v, "dout": dout}[name][0, 0, at, 3] = torch.nan
+        leaves, both = [t.requires_grad_() for t in (q, k, v)], list[list[Tensor]]()
+        for backend in ("sdpa", "triton"):
+            out = attend(q, k, v, mask=Causal(), backend=backend)
+            state = attend_state(*(t.detach() for t in leaves), mask=Causal(), backend=backend)
+            both.append([out.detach(), state.lse, *torch.autograd.grad(out, leaves, dout)])
+        for result, one, true in zip(("out", "lse", "dq", "dk", "dv"), *both, strict=True):
+            same = torch.equal(one.isnan(), true.isnan())
+            size = max(1.0, float(true.nan_to_num().abs().max()))
+            step = 4 * torch.finfo(torch.bfloat16).eps * size
+            off = worst(one.nan_to_num().cpu(), true.nan_to_num().cpu()) / step
+            errors[f"{result}, {name or 'nothing'} with NaN"] = off if same else math.inf
+    return Found(errors)
+
+
 def weighs_rows_that_a_finite_bias_hides(queries: int, device: torch.device) -> Found:
     """Rows whose keys all have the same number of -1e9 or less: outputs and, unless it decodes, gradients."""
     keys = 1100 if queries == 1 else 300  # more than a span of keys, or a few tiles
@@ -291,6 +321,9 @@ def checks() -> Iterator[Check]:
         run_of = partial(weighs_rows_that_a_finite_bias_hides, queries)
         yield Check(f"decode rows that a finite bias hides {queries}", run_of)
     yield Check("decode hidden NaN", hides_what_is_not_finite)
+    for heads, tokens, dim in ((2, 300, 64), (8, 300, 128), (8, 512, 128)):
+        label = f"decode hidden NaN by sdpa {heads} {tokens} {dim}"
+        yield Check(label, partial(repairs_what_torch_lets_through, heads, tokens, dim))
     yield Check("decode same bits", repeats_its_bits)
     yield Check("decode CUDA graph", is_captured)
     for name, (options, capacity) in STEPS.items():

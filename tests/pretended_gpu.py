@@ -77,23 +77,34 @@ class PretendedGpu(TorchFunctionMode):
         """The backward pass of a sum on the GPU; `Tensor.backward` would leave its functions out of this mode."""
         self._run_backward((total,), (self.put(torch.ones_like(total)),), (), accumulate_grad=True)
 
-    def _grad(self, outputs: Any, inputs: Any, *, grad_outputs: Any, allow_unused: bool, **others: Any) -> list[Any]:
+    def _grad(
+        self, outputs: Any, inputs: Any, *, grad_outputs: Any, allow_unused: bool, create_graph: bool, **others: Any
+    ) -> list[Any]:
         """`torch.autograd.grad` of one graph, whose functions this mode sees as well."""
         assert not any(value for name, value in others.items() if name != "only_inputs"), others
         outputs, inputs = ((x,) if isinstance(x, Tensor) else tuple(x) for x in (outputs, inputs))
         grads = [torch.ones_like(t) for t in outputs] if grad_outputs is None else grad_outputs
         grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
         with self:
-            found = self._run_backward(outputs, tuple(map(self.put, grads)), inputs, accumulate_grad=False)
+            found = self._run_backward(
+                outputs, tuple(map(self.put, grads)), inputs, create_graph=create_graph, accumulate_grad=False
+            )
         assert allow_unused or all(grad is not None for grad in found)
         return [grad if grad is None else self.put(grad) for grad in found]
 
     def _run_backward(
-        self, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], **accumulate: bool
+        self,
+        outputs: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
+        create_graph: bool = False,
+        **accumulate: bool,
     ) -> Any:
         self.is_backward = True
         try:
-            return _engine.run_backward(outputs, grads, False, False, inputs, allow_unreachable=True, **accumulate)
+            return _engine.run_backward(
+                outputs, grads, create_graph, create_graph, inputs, allow_unreachable=True, **accumulate
+            )
         finally:
             self.is_backward = False
 

@@ -35,7 +35,7 @@ LARGEST_FUSED_DIM = 256
 """The largest head dimension of torch's fused kernels for CUDA."""
 
 FUSED_DIMS = 8
-"""Of which the head dimensions of cuDNN's kernel and flash attention are multiples."""
+"""The head dimensions of cuDNN's kernel and of flash attention are multiples of this."""
 
 HALF = (torch.bfloat16, torch.float16)
 """The types that both take."""
@@ -68,9 +68,8 @@ class Sdpa(Backend):
             f"it is used on cpu and cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
             "this version of torch lacks its kernels for a causal mask and the log-sum-exp on cuda": own
             and None in (cudnn_attention, cudnn_attention_backward, flash_attention, flash_attention_backward),
-            f"on cuda, under a mask or with the log-sum-exp, its kernels take float16 and bfloat16, not {_name(p.dtype)}": (
-                own and p.dtype not in HALF
-            ),
+            "on cuda, under a mask or with the log-sum-exp, its kernels take float16 and bfloat16, not "
+            f"{_name(p.dtype)}": own and p.dtype not in HALF,
             f"on cuda, under a mask or with the log-sum-exp, its kernels take heads of a multiple of {FUSED_DIMS} "
             f"dimensions, not {p.qk_dim}": own and p.qk_dim % FUSED_DIMS != 0,
             f"on cuda its kernels know the causal mask of as many keys as queries, not of {p.keys:,} and "
@@ -101,8 +100,7 @@ class Sdpa(Backend):
             "its log-sum-exp, which a State, a sink and observers need, has no gradient": (
                 p.device == "cpu" and p.grad and (p.lse or p.sink)
             ),
-            "it rounds its output before a sink can be folded in": p.sink
-            and p.dtype in HALF,
+            "it rounds its output before a sink can be folded in": p.sink and p.dtype in HALF,
             "it has no vmap or forward-mode derivative": p.transformed,
             f"it hides keys before it multiplies by scale, which must then be above 0 and is {p.scale}": (
                 p.mask is not None and p.scale <= 0
@@ -148,7 +146,7 @@ def _calls_operators(problem: Problem) -> bool:
 
 def _refused_repair(problem: Problem) -> list[str]:
     """Why triton's kernels cannot compute again what is not finite, for a problem that is else not refused."""
-    return [f"triton's kernels must compute again what is not finite: {reason}" for reason in Triton().refusals(problem)]
+    return [f"triton's kernels must repair what it lets through: {reason}" for reason in Triton().refusals(problem)]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from regard.backend.contract import refuse_batched, second_derivative
 from regard.gpu.call import Call, Inputs
+from regard.gpu.gradients import gradients
+from regard.gpu.launch import run
+from regard.gpu.repair import repair, repair_gradients
 from regard.plan.checks import Saved
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -100,9 +103,6 @@ def _is_aligned(t: Tensor) -> bool:
 
 def _forward(call: Call, fused: Fused | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, int]:
     """The state of a call, and how many axes the log-sum-exp of the kernel has."""
-    from regard.gpu.launch import run
-    from regard.gpu.repair import repair
-
     inputs = Inputs(q, k, v, None, None, None)
     if fused is None:
         return State(*run(call, inputs)), 3
@@ -116,24 +116,30 @@ def _forward(call: Call, fused: Fused | None, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _backward(
-    call: Call, fused: Fused, inputs: Inputs, state: State, dout: Tensor, lse_axes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    from regard.gpu.repair import repair_gradients
-
+    call: Call,
+    fused: Fused,
+    inputs: Inputs,
+    wanted: tuple[bool, bool, bool],
+    state: State,
+    dout: Tensor,
+    lse_axes: int,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v; None where nobody wants one."""
     q, k, v = inputs[:3]
-    out, dout = (_laid_out_as(q, t) for t in (state.out, dout))
-    lse = state.lse[..., None] if lse_axes == 4 else state.lse
+    out, lse = state.out, state.lse[..., None] if lse_axes == 4 else state.lse
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # what dropout would draw from
     sizes, drops = (None, None, q.shape[2], k.shape[2]), (unused, unused)
     if fused.name == "cudnn":
+        out, dout = (_laid_out_as(q, t) for t in (out, dout))
         rest = (*drops, None, *sizes, 0.0, fused.causal)
         found = cudnn_attention_backward(dout, q, k, v, out, lse, *rest, scale=fused.scale)
     else:
+        dout = dout if dout.stride(3) == 1 else dout.contiguous()
         rest = (*sizes, 0.0, fused.causal, *drops)
         found = flash_attention_backward(dout, q, k, v, out, lse, *rest, scale=fused.scale)
-    repair_gradients(call, inputs, State(out, state.lse), dout, found)
-    return found
+    grads = tuple(grad if is_wanted else None for grad, is_wanted in zip(found, wanted, strict=True))
+    repair_gradients(call, inputs, State(out, state.lse), dout, grads)
+    return grads
 
 
 def _laid_out_as(q: Tensor, t: Tensor) -> Tensor:
@@ -194,15 +200,12 @@ class _Gradient(torch.autograd.Function):
         dlse: Tensor | None,
         *saved: Any,
     ) -> tuple[Any, ...]:
-        from regard.gpu.gradients import gradients
-
         refuse_batched("sdpa", dout, dlse)
         *parts, out, lse = saved
         inputs, state = Inputs(*cast("Any", parts)), State(out, lse.contiguous())
         if fused is None or dout is None or dlse is not None:  # torch's kernels take no gradient of lse
             return gradients(call, inputs, (*wanted, False, False, False), state, dout, dlse)[:3]
-        found = _backward(call, fused, inputs, state, dout.resolve_neg(), lse_axes)
-        return tuple(grad if is_wanted else None for grad, is_wanted in zip(found, wanted, strict=True))
+        return _backward(call, fused, inputs, wanted, state, dout.resolve_neg(), lse_axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -113,12 +113,18 @@ def of_queries(
 
 
 def of_keys(
-    call: Call, i: Inputs, rows: Rows, k_wanted: bool, v_wanted: bool, found: tuple[Tensor, Tensor] | None = None
+    call: Call,
+    i: Inputs,
+    rows: Rows,
+    k_wanted: bool,
+    v_wanted: bool,
+    found: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the keys and of the values; None for one that is not wanted.
 
     Args:
-        found: both by another kernel: rows in which something is not finite are computed in place.
+        found: those of another kernel, None for one that is not wanted: rows in which something is not finite are
+            computed in place.
     """
     s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
     group, blocks = heads // kv_heads, blocks_of(keys_blocks, i)

@@ -21,19 +21,21 @@ def repair(call: Call, i: Inputs, found: State) -> None:
     _written(out, found.out)
 
 
-def repair_gradients(call: Call, i: Inputs, state: State, dout: Tensor, found: tuple[Tensor, ...]) -> None:
-    """Compute the rows of the gradients of q, k and v in place in which something is not finite.
+def repair_gradients(call: Call, i: Inputs, state: State, dout: Tensor, found: tuple[Tensor | None, ...]) -> None:
+    """Compute the rows of the gradients of q, k and v in place in which something is not finite; None: not wanted.
 
     Args:
         state: of the call, repaired; lse contiguous.
         dout: the gradient of its output; the channels of a token are contiguous in memory.
     """
-    dq, dk, dv = map(_computed, found)
+    dq, dk, dv = (None if t is None else _computed(t) for t in found)
     rows = rows_of(call, i, dout, Totals(state.lse, None), products_of_rows(state.out, dout))
-    of_queries(call, i, rows, distance_wanted=False, bias_wanted=False, found=dq)
-    of_keys(call, i, rows, k_wanted=True, v_wanted=True, found=(dk, dv))
+    if dq is not None:
+        of_queries(call, i, rows, distance_wanted=False, bias_wanted=False, found=dq)
+    of_keys(call, i, rows, dk is not None, dv is not None, found=(dk, dv))
     for of_kernel, of_torch in zip((dq, dk, dv), found, strict=True):
-        _written(of_kernel, of_torch)
+        if of_kernel is not None and of_torch is not None:
+            _written(of_kernel, of_torch)
 
 
 def _computed(t: Tensor) -> Tensor:
