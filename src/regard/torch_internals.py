@@ -397,7 +397,7 @@ _tracing_context: Callable[[], object | None] = _find(
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is at work, also where dynamo calls an operator with tensors of sizes alone.
+    """Whether torch.compile or torch.export is at work, also where dynamo calls operators with tensors of sizes alone.
 
     There `torch.compiler.is_compiling` says no in torch 2.11 (`TracingContext`; torch 2.1).
     """
