@@ -21,6 +21,7 @@ if [ ${#versions[@]} = 0 ]; then
 fi
 [ ${#tests[@]} -gt 0 ] || tests=(
     tests/test_{attend,backends,native,state,torch_signature,torch_versions}.py tests/dispatch tests/nn tests/laws
+    tests/backend/test_flex.py
     tests/override/test_{programs,masks,everywhere}.py tests/flex tests/integrate/test_{transformers,masks,compiled}.py
 )
 

@@ -405,6 +405,21 @@ _forward_ad: Any = forward_ad
 _counter = itertools.count()
 
 
+_tracing_context: Callable[[], object | None] = _find(
+    "torch._guards.TracingContext.try_get",
+    lambda: None,
+    "with torch 2.11, torch.compile leaves the calls that regard.everywhere would take to torch",
+)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export is at work, also where dynamo calls operators with tensors of sizes alone.
+
+    There `torch.compiler.is_compiling` says no in torch 2.11 (`TracingContext`; torch 2.1).
+    """
+    return torch.compiler.is_compiling() or _tracing_context() is not None
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is at work (`forward_ad._current_level`; torch 1.10)."""
     return getattr(_forward_ad, "_current_level", 0) >= 0

@@ -10,6 +10,7 @@ from torch.nn.attention import flex_attention as of_torch
 
 from regard import observe_calls
 from regard.flex import AuxRequest, and_masks, create_block_mask, flex_attention, noop_mask, or_masks
+from regard.torch_internals import VERSION
 from tests.flex.definition import Mod, attended, visible
 
 BATCH, HEADS, TOKENS, DIM = 2, 4, 151, 16
@@ -208,10 +209,11 @@ def test_a_mask_mod_gives_what_its_definition_gives(name: str):
 @pytest.mark.parametrize("name", MASK_MODS)
 @pytest.mark.parametrize("block", [128, 32, (16, 40), 50])
 def test_a_block_mask_has_torchs_lists(name: str, block: Any):
-    for keys, apart in ((TOKENS, True), (TOKENS - 23, False)):
+    together: dict[str, Any] = {"separate_full_blocks": False}  # torch 2.11 lacks it
+    for keys, options in ((TOKENS, {}), *([(TOKENS - 23, together)] if VERSION >= (2, 12) else [])):
         sizes = (BATCH, HEADS, TOKENS, keys, "cpu", block)
-        own = create_block_mask(MASK_MODS[name], *sizes, separate_full_blocks=apart)
-        theirs = of_torch.create_block_mask(MASK_MODS[name], *sizes, separate_full_blocks=apart)
+        own = create_block_mask(MASK_MODS[name], *sizes, **options)
+        theirs = of_torch.create_block_mask(MASK_MODS[name], *sizes, **options)
         assert own.shape == theirs.shape
         assert own.sparsity() == theirs.sparsity()
         assert str(own) == str(theirs)

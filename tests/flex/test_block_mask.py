@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from regard import Causal, ProblemError, observe_calls
 from regard.flex import create_block_mask, flex_attention
 from regard.flex.trace import element_by_element
+from regard.torch_internals import VERSION
 from tests.flex.definition import Mod, attended
 
 TOKENS = 300
@@ -289,6 +290,7 @@ def test_lists_may_have_blocks_that_are_not_there():
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.skipif(VERSION < (2, 13), reason="torch has compute_dq_write_order from 2.13 on")
 def test_options_for_gpus_are_torchs():
     own, theirs = (
         make(causal, None, None, TOKENS, TOKENS, "cpu", compute_dq_write_order=True)

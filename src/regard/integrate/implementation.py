@@ -138,9 +138,13 @@ def note_asking(config: Any) -> None:
 
 
 @torch.compiler.assume_constant_result
-def is_known_to_ask(config: Any) -> bool:
-    """Whether the attention classes of a config's model, of a user's own, were found to ask the interface."""
-    return _asking.get(id(config)) is config
+def is_known_to_ask(identity: int) -> bool:
+    """Whether the attention classes of a config's model, of a user's own, were found to ask the interface.
+
+    Args:
+        identity: the `id` of the config: torch 2.11 takes numbers and strings alone as arguments here.
+    """
+    return identity in _asking
 
 
 def sink_of(logits: Tensor | None) -> Tensor | None:

@@ -75,7 +75,7 @@ def mask(
             f"attention_mask is {list(attention_mask.shape)}: expected [batch, tokens], or four dimensions, [batch, "
             "heads, queries, keys]."
         )
-    if attends_by_itself(type(config).__module__) and not is_known_to_ask(config):
+    if attends_by_itself(type(config).__module__) and not is_known_to_ask(id(config)):
         raise ProblemError(
             f'attn_implementation="regard" with {type(config).__name__}: models of this kind compute attention in '
             "their own file and never ask transformers' AttentionInterface. Make the model without this argument; if "

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.torch_internals import FakeTensor, FunctionalTensor, current_func_transform, in_forward_mode
+from regard.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    current_func_transform,
+    in_forward_mode,
+    is_compiling,
+)
 
 LEAST = {torch.float32: 1_500_000, torch.float64: 1_500_000, torch.bfloat16: 250_000, torch.float16: 250_000}
 """The fewest multiply-adds of `query @ key^T`, for each thread, that are run by regard, by dtype.
@@ -114,4 +120,4 @@ def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: flo
 def _is_known(t: Any) -> bool:
     """Whether it is an ordinary tensor, or one that torch.compile traces."""
     kind = type(t)
-    return kind in _PLAIN or t is None or (kind in _TRACED and torch.compiler.is_compiling())
+    return kind in _PLAIN or t is None or (kind in _TRACED and is_compiling())

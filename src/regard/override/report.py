@@ -14,6 +14,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from regard.torch_internals import is_compiling
+
 TIMED = range(2, 5)
 """The calls of a form that are measured; the first makes a plan."""
 
@@ -127,7 +129,7 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
         like: has the dtype of the call.
         kind: its mask, and whether gradients flow.
     """
-    traced = torch.compiler.is_compiling()
+    traced = is_compiling()
     known = (query, keys, like.dtype, kind, traced, why) if not traced else None
     rows = _rows.get(known)
     if rows is not None:
