@@ -167,10 +167,10 @@ def span(
             )
             at_piece = t0 + piece * _piece(KEYS)
             values_at, v_tile = _placed(
-                (t0 + v_first) // 16 + piece * _piece(KEYS) // 16, v_page_tokens // 16, v_table, b64, v_row, V_TABLE,
+                (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row, V_TABLE,
                 (at_piece + _piece(KEYS) > first) & (at_piece < end),
             )  # fmt: skip
-            value_places = v_tile * 16 + piece * _piece(KEYS) % 16 + place
+            value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS) + place
             of_v = _coded_values(
                 v + values_at * v_page + g64 * v_head + value_places * v_token, there_held,
                 v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
@@ -204,6 +204,8 @@ def span(
                 v_page_tokens, v_table, b64, v_row, cv, KEYS, V_DIM, V_TABLE, dtype,
             )  # fmt: skip
         else:
+            if coded and not IN_KEYS:
+                weights = _as_held(weights, ROWS, KEYS)
             sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
         top = above
     at = (((first_span + of).to(tl.int64) * batch + b) * heads + h) * queries + i
@@ -251,14 +253,13 @@ def _pieces(
 ):  # fmt: skip
     """(tile, whether one of its tokens is read) of each piece of a block of codes."""
     piece: tl.constexpr = _piece(KEYS)
-    count: tl.constexpr = KEYS // piece
-    t = t0 + tl.arange(0, count) * piece
+    t = t0 + tl.arange(0, 8) * piece
     found = (t + piece > first) & (t < end)
     if UNION > 0:
         found = found & (((t + piece > low) & (t < high)) | ((t + piece > low_2) & (t < high_2)))
     if SHOWN:
-        found = found & (tl.max(tl.reshape(there.to(tl.int32), [piece, count]), 0) > 0)
-    return (t0 + k_first) // 16 + tl.arange(0, count) * piece // 16, found
+        found = found & (tl.max(tl.reshape(there.to(tl.int32), [piece, 8]), 0) > 0)
+    return (t0 + k_first) // 16 + tl.arange(0, 8) // (16 // piece), found
 
 
 @triton.constexpr_function
@@ -272,16 +273,15 @@ def _tokens(n, KEYS: tl.constexpr, KIND: tl.constexpr):
     """Which token of a block its n-th column of scores is: the first ones of all pieces, then the second ones."""
     if KIND == "plain":
         return n
-    count: tl.constexpr = KEYS // _piece(KEYS)
-    return n % count * _piece(KEYS) + n // count
+    return n % 8 * _piece(KEYS) + n // 8
 
 
 @triton.jit
 def _channels(n, KIND: tl.constexpr):
-    """Which channel the n-th of a product is: of bytes, 4 threads have every fourth of 16."""
-    if KIND == "plain" or KIND == "int4":
+    """Which channel the n-th of a product is: the 4 threads that share 16 have two of the first 8, and two of the rest."""
+    if KIND == "plain":
         return n
-    return n // 16 * 16 + (n // 8 % 2 * 2 + n % 2) * 4 + n // 2 % 4
+    return n // 16 * 16 + n // 2 % 2 * 8 + n // 4 % 4 * 2 + n % 2
 
 
 @triton.jit
@@ -306,12 +306,17 @@ def _value_bytes(dim, kind):
 
 @triton.jit
 def _held(KEYS: tl.constexpr):
-    """(place in the piece, piece) of the tokens whose values a thread has, [places, pieces / 4, 1, 4, 1]."""
-    piece: tl.constexpr = _piece(KEYS)
-    quarter: tl.constexpr = KEYS // piece // 4
-    e = tl.arange(0, quarter)[None, :, None, None, None]
+    """(place in the piece, piece) of the tokens whose values a thread has, [places, 2, 1, 4, 1]."""
+    lowest = tl.arange(0, 2)[None, :, None, None, None]
     x = tl.arange(0, 4)[None, None, None, :, None]
-    return tl.arange(0, piece)[:, None, None, None, None], e // 2 * 8 + x * 2 + e % 2
+    return tl.arange(0, _piece(KEYS))[:, None, None, None, None], x * 2 + lowest
+
+
+@triton.jit
+def _as_held(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Weights in the order of the tokens of `_coded_values`."""
+    weights = tl.permute(tl.reshape(weights, [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(weights, [ROWS, KEYS])
 
 
 @triton.jit
@@ -363,35 +368,50 @@ def _keys(
         mask = there[None, :] & (c[:, None] < DIM)
         return _rounded(tl.load(base[None, :] + c[:, None], mask=mask, other=0.0), dtype, WIDE)
     piece: tl.constexpr = _piece(KEYS)
-    count: tl.constexpr = KEYS // piece
     each: tl.constexpr = 2 if KIND == "int4" else 1  # channels of a byte
-    units: tl.constexpr = COUNT // each
-    h = tl.arange(0, count)[None, :, None, None]
-    y = tl.arange(0, piece)[None, None, None, :]
-    n = c0 // each + tl.arange(0, units // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
-    inside = piece_there[None, :, None, None]
-    mask = inside & (n * each < DIM)
-    place = h * piece % 16
-    codes = tl.load(base[None, :, None, None] + n * unit + (place + y), mask=mask, other=0)
-    of_tile = tile[None, :, None, None]
+    # by 8 channels, the bytes of two, pieces, the pairs of 4 threads, and tokens
+    r = tl.arange(0, COUNT // 8)[:, None, None, None, None]
+    byte = tl.arange(0, 2 // each)[None, :, None, None, None]
+    h = tl.arange(0, 8)[None, None, :, None, None]
+    x = tl.arange(0, 4)[None, None, None, :, None]
+    y = tl.arange(0, piece)[None, None, None, None, :]
+    n = c0 // each + (r * 4 + x) * (2 // each) + byte
+    inside = piece_there[None, None, :, None, None]
+    place = h % (16 // piece) * piece
+    codes = tl.load(base[None, None, :, None, None] + n * unit + (place + y), mask=inside & (n * each < DIM), other=0)
     if PER_TOKEN:
-        at = (of_tile * 16 + place + y) * scale_token
+        at = (tile[None, None, :, None, None] * 16 + place + y) * scale_token
         if IN_KEYS:
-            inside = tl.permute(tl.reshape(there, [1, 1, piece, count]), [0, 3, 1, 2])
+            inside = tl.permute(tl.reshape(there, [1, 1, 1, piece, 8]), [0, 1, 4, 2, 3])
+        scales = _loaded(scale[None, None, :, None, None] + at, inside)
+        if KIND == "int4":
+            zeros = _loaded(zero[None, None, :, None, None] + at, inside)
+            found = tl.join(
+                _rounded(_decoded(codes & 15, scales, KIND) + zeros, dtype, WIDE),
+                _rounded(_decoded(codes >> 4, scales, KIND) + zeros, dtype, WIDE),
+            )
+        else:
+            found = _rounded(_decoded(codes, scales, KIND), dtype, WIDE)
     else:
-        at = of_tile // (group // 16) * scale_token + n * each
-        inside = mask
-    scales, zeros = scale[None, :, None, None] + at, zero[None, :, None, None] + at
+        # of the two channels of a pair, side by side
+        r, h = tl.arange(0, COUNT // 8)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+        c = c0 + (r * 4 + tl.arange(0, 4)[None, None, :, None]) * 2 + tl.arange(0, 2)[None, None, None, :]
+        inside = piece_there[None, :, None, None] & (c < DIM)
+        at = (tile // (group // 16) * scale_token)[None, :, None, None] + c
+        scales = _loaded(scale[None, :, None, None] + at, inside)
+        if KIND == "int4":
+            scale_low, scale_high = tl.split(scales)
+            zero_low, zero_high = tl.split(_loaded(zero[None, :, None, None] + at, inside))
+            low = _decoded(codes & 15, scale_low[:, None, :, :, None], KIND) + zero_low[:, None, :, :, None]
+            high = _decoded(codes >> 4, scale_high[:, None, :, :, None], KIND) + zero_high[:, None, :, :, None]
+            found = tl.join(_rounded(low, dtype, WIDE), _rounded(high, dtype, WIDE))
+        else:
+            scales = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
+            found = _rounded(_decoded(codes, scales, KIND), dtype, WIDE)
     if KIND == "int4":
-        low = _decoded(codes & 15, _loaded(scales, inside), KIND) + _loaded(zeros, inside)
-        if not PER_TOKEN:
-            scales, zeros, inside = scales + 1, zeros + 1, inside & (n * 2 + 1 < DIM)
-        high = _decoded(codes >> 4, _loaded(scales, inside), KIND) + _loaded(zeros, inside)
-        found = tl.join(_rounded(low, dtype, WIDE), _rounded(high, dtype, WIDE))
-        found = tl.permute(found, [0, 2, 4, 3, 1])
+        found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 8, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
     else:
-        found = _rounded(_decoded(codes, _loaded(scales, inside), KIND), dtype, WIDE)
-        found = tl.permute(tl.reshape(found, [units // 16, 2, 2, count, 4, piece]), [0, 1, 4, 2, 5, 3])
+        found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, 8, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [COUNT, KEYS])
 
 
@@ -407,7 +427,6 @@ def _coded_values(
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
     tokens: tl.constexpr = _piece(KEYS)
-    eighths: tl.constexpr = KEYS // tokens // 8
     begin = tl.arange(0, count)[None, None, :, None, None] * piece
     n = begin + tl.arange(0, piece)[None, None, None, None, :]
     codes = tl.load(base + n, mask=there & (n < real_size), other=0)
@@ -419,10 +438,10 @@ def _coded_values(
         inside = there & (c < V_DIM)
         high = _decoded(codes >> 4, _loaded(scale + c // group, inside), KIND) + _loaded(zero + c // group, inside)
         found = tl.join(_rounded(low, dtype, WIDE), _rounded(high, dtype, WIDE))
-        found = tl.permute(tl.reshape(found, [tokens, eighths, 2, count, 4, piece, 2]), [0, 1, 4, 2, 5, 6, 3])
+        found = tl.permute(tl.reshape(found, [tokens // 2, 2, 2, count, 4, piece, 2]), [0, 4, 1, 2, 5, 6, 3])
     else:
         found = _rounded(_decoded(codes, _loaded(scale, there), KIND), dtype, WIDE)
-        found = tl.permute(tl.reshape(found, [tokens, eighths, 2, count, 4, piece]), [0, 1, 4, 2, 5, 3])
+        found = tl.permute(tl.reshape(found, [tokens // 2, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [KEYS, V_DIM_PADDED])
 
 

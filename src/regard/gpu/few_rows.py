@@ -81,6 +81,9 @@ def preferred_blocks(item: int, t: Tokens, rows: int, shared: int) -> Blocks:
     """The blocks for keys and values that fit in shared memory with few stages."""
     coded, dim = t.kind != "plain", max(t.k_dim, t.v_dim)
     tokens = 16 if coded or (item == 4 and dim > 256) else 32
+    if coded and not t.in_keys and item == 2 and dim <= 128 and rows <= 16:
+        # one warp, so that codes are decoded by the thread that has their place in the product
+        return Blocks(16, 64, 64, warps=1, stages=2)
     if dim <= 256:
         # 64 rows of 256 float32 would spill 1,500 to 11,800 bytes
         most = 32 if item == 4 and dim > 128 and not coded and shared > AMD else 64
