@@ -49,7 +49,7 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr,
+    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -175,7 +175,7 @@ def span(
                 v + values_at * v_page + g64 * v_head + value_places * v_token, there_held,
                 v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
                 v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE,
+                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE, V_ALIGNED,
             )  # fmt: skip
         else:
             values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
@@ -253,19 +253,20 @@ def _pieces(
 ):  # fmt: skip
     """(tile, whether one of its tokens is read) of each piece of a block of codes."""
     piece: tl.constexpr = _piece(KEYS)
-    t = t0 + tl.arange(0, 8) * piece
+    count: tl.constexpr = KEYS // piece
+    t = t0 + tl.arange(0, count) * piece
     found = (t + piece > first) & (t < end)
     if UNION > 0:
         found = found & (((t + piece > low) & (t < high)) | ((t + piece > low_2) & (t < high_2)))
     if SHOWN:
-        found = found & (tl.max(tl.reshape(there.to(tl.int32), [piece, 8]), 0) > 0)
-    return (t0 + k_first) // 16 + tl.arange(0, 8) // (16 // piece), found
+        found = found & (tl.max(tl.reshape(there.to(tl.int32), [piece, count]), 0) > 0)
+    return (t0 + k_first) // 16 + tl.arange(0, count) // (16 // piece), found
 
 
 @triton.constexpr_function
 def _piece(count):
-    """Tokens, or bytes of a value, that a thread has side by side, so that a block has 8 pieces or more."""
-    return min(16, count // 8)
+    """Tokens, or bytes of a value, that a thread has side by side, so that a block has 8 pieces or more where it can."""
+    return max(4, min(16, count // 8))
 
 
 @triton.jit
@@ -273,7 +274,8 @@ def _tokens(n, KEYS: tl.constexpr, KIND: tl.constexpr):
     """Which token of a block its n-th column of scores is: the first ones of all pieces, then the second ones."""
     if KIND == "plain":
         return n
-    return n % 8 * _piece(KEYS) + n // 8
+    count: tl.constexpr = KEYS // _piece(KEYS)
+    return n % count * _piece(KEYS) + n // count
 
 
 @triton.jit
@@ -306,10 +308,14 @@ def _value_bytes(dim, kind):
 
 @triton.jit
 def _held(KEYS: tl.constexpr):
-    """(place in the piece, piece) of the tokens whose values a thread has, [places, 2, 1, 4, 1]."""
-    lowest = tl.arange(0, 2)[None, :, None, None, None]
-    x = tl.arange(0, 4)[None, None, None, :, None]
-    return tl.arange(0, _piece(KEYS))[:, None, None, None, None], x * 2 + lowest
+    """(place in the piece, piece) of the tokens whose values a thread has, [keys / 8, 2, 1, 4, 1]."""
+    count: tl.constexpr = KEYS // _piece(KEYS)
+    place = tl.arange(0, KEYS // 8)[:, None, None, None, None]
+    piece = tl.arange(0, 4)[None, None, None, :, None] * 2 + tl.arange(0, 2)[None, :, None, None, None]
+    if count < 8:
+        n = place * 8 + piece
+        place, piece = n // count, n % count
+    return place, piece
 
 
 @triton.jit
@@ -339,18 +345,6 @@ def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
 
 
 @triton.jit
-def _decoded(codes, scale, KIND: tl.constexpr):
-    """Codes times scales, float32; the bits of an e4m3 number, moved, are those of a float16 that is 256 times smaller."""
-    if KIND == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float32) * scale
-    if KIND == "fp8":
-        wide = codes.to(tl.int16)
-        small = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        return small.to(tl.float32) * (scale * 256.0)
-    return codes.to(tl.float32) * scale
-
-
-@triton.jit
 def _keys(
     base, tile, unit, c0, piece_there, there, scale, zero, scale_token, group,
     DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
@@ -368,50 +362,50 @@ def _keys(
         mask = there[None, :] & (c[:, None] < DIM)
         return _rounded(tl.load(base[None, :] + c[:, None], mask=mask, other=0.0), dtype, WIDE)
     piece: tl.constexpr = _piece(KEYS)
+    count: tl.constexpr = KEYS // piece
     each: tl.constexpr = 2 if KIND == "int4" else 1  # channels of a byte
-    # by 8 channels, the bytes of two, pieces, the pairs of 4 threads, and tokens
+    # by 8 channels, the bytes of two, pieces, the pairs of 4 threads, and words of 4 tokens
     r = tl.arange(0, COUNT // 8)[:, None, None, None, None]
     byte = tl.arange(0, 2 // each)[None, :, None, None, None]
-    h = tl.arange(0, 8)[None, None, :, None, None]
+    h = tl.arange(0, count)[None, None, :, None, None]
     x = tl.arange(0, 4)[None, None, None, :, None]
-    y = tl.arange(0, piece)[None, None, None, None, :]
     n = c0 // each + (r * 4 + x) * (2 // each) + byte
+    place = h % (16 // piece) * (piece // 4) + tl.arange(0, piece // 4)[None, None, None, None, :]
+    at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True)[None, None, :, None, None] + n * (unit // 4) + place
     inside = piece_there[None, None, :, None, None]
-    place = h % (16 // piece) * piece
-    codes = tl.load(base[None, None, :, None, None] + n * unit + (place + y), mask=inside & (n * each < DIM), other=0)
+    words = tl.load(at_words, mask=inside & (n * each < DIM), other=0)
+    shape: tl.constexpr = [COUNT // 8, 2 // each, count, 4, piece]
     if PER_TOKEN:
-        at = (tile[None, None, :, None, None] * 16 + place + y) * scale_token
+        y = h % (16 // piece) * piece + tl.arange(0, piece)[None, None, None, None, :]
+        at = (tile[None, None, :, None, None] * 16 + y) * scale_token
         if IN_KEYS:
-            inside = tl.permute(tl.reshape(there, [1, 1, 1, piece, 8]), [0, 1, 4, 2, 3])
-        scales = _loaded(scale[None, None, :, None, None] + at, inside)
+            inside = tl.permute(tl.reshape(there, [1, 1, 1, piece, count]), [0, 1, 4, 2, 3])
+        scale_low = _loaded(scale[None, None, :, None, None] + at, inside)
+        scale_high = scale_low
         if KIND == "int4":
-            zeros = _loaded(zero[None, None, :, None, None] + at, inside)
-            found = tl.join(
-                _rounded(_decoded(codes & 15, scales, KIND) + zeros, dtype, WIDE),
-                _rounded(_decoded(codes >> 4, scales, KIND) + zeros, dtype, WIDE),
-            )
-        else:
-            found = _rounded(_decoded(codes, scales, KIND), dtype, WIDE)
+            zero_low = _loaded(zero[None, None, :, None, None] + at, inside)
+            zero_high = zero_low
     else:
         # of the two channels of a pair, side by side
-        r, h = tl.arange(0, COUNT // 8)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+        r, h = tl.arange(0, COUNT // 8)[:, None, None, None], tl.arange(0, count)[None, :, None, None]
         c = c0 + (r * 4 + tl.arange(0, 4)[None, None, :, None]) * 2 + tl.arange(0, 2)[None, None, None, :]
         inside = piece_there[None, :, None, None] & (c < DIM)
         at = (tile // (group // 16) * scale_token)[None, :, None, None] + c
         scales = _loaded(scale[None, :, None, None] + at, inside)
         if KIND == "int4":
             scale_low, scale_high = tl.split(scales)
+            scale_low, scale_high = scale_low[:, None, :, :, None], scale_high[:, None, :, :, None]
             zero_low, zero_high = tl.split(_loaded(zero[None, :, None, None] + at, inside))
-            low = _decoded(codes & 15, scale_low[:, None, :, :, None], KIND) + zero_low[:, None, :, :, None]
-            high = _decoded(codes >> 4, scale_high[:, None, :, :, None], KIND) + zero_high[:, None, :, :, None]
-            found = tl.join(_rounded(low, dtype, WIDE), _rounded(high, dtype, WIDE))
+            zero_low, zero_high = zero_low[:, None, :, :, None], zero_high[:, None, :, :, None]
         else:
-            scales = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
-            found = _rounded(_decoded(codes, scales, KIND), dtype, WIDE)
+            scale_low = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
     if KIND == "int4":
-        found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 8, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
+        low = _rounded(tl.reshape(_low_codes(words), shape) * scale_low + zero_low, dtype, WIDE)
+        high = _rounded(tl.reshape(_high_codes(words), shape) * scale_high + zero_high, dtype, WIDE)
+        found = tl.permute(tl.reshape(tl.join(low, high), [COUNT // 16, 2, count, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
     else:
-        found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, 8, 4, piece]), [0, 4, 1, 2, 5, 3])
+        found = _rounded(_scaled(words, scale_low, KIND, shape), dtype, WIDE)
+        found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [COUNT, KEYS])
 
 
@@ -419,30 +413,102 @@ def _keys(
 def _coded_values(
     base, there, scale, zero, group,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Values [keys, dim] in the type of the call; addresses are those of the tokens that `_held` names."""
     size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
     real_size: tl.constexpr = (V_DIM + 31) // 32 * 16 if KIND == "int4" else V_DIM
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
-    tokens: tl.constexpr = _piece(KEYS)
     begin = tl.arange(0, count)[None, None, :, None, None] * piece
-    n = begin + tl.arange(0, piece)[None, None, None, None, :]
-    codes = tl.load(base + n, mask=there & (n < real_size), other=0)
+    n = tl.arange(0, piece // 4)[None, None, None, None, :]
+    if ALIGNED:
+        at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True) + begin // 4 + n
+        words = tl.load(at_words, mask=there & (begin + n * 4 < real_size), other=0)
+    else:
+        words = tl.zeros([KEYS // 8, 2, count, 4, piece // 4], tl.uint32)
+        for i in tl.static_range(4):
+            byte = tl.load(base + begin + (n * 4 + i), mask=there & (begin + n * 4 + i < real_size), other=0)
+            words |= byte.to(tl.uint32) << (8 * i)
+    shape: tl.constexpr = [KEYS // 8, 2, count, 4, piece]
     if KIND == "int4":
-        c = begin // 16 * 32  # of 16 channels with a scale
+        c = begin // 16 * 32  # the first of 16 channels with a scale
         inside = there & (c < V_DIM)
-        low = _decoded(codes & 15, _loaded(scale + c // group, inside), KIND) + _loaded(zero + c // group, inside)
+        low = tl.reshape(_low_codes(words), shape) * _loaded(scale + c // group, inside)
+        low = _rounded(low + _loaded(zero + c // group, inside), dtype, WIDE)
         c += 16
         inside = there & (c < V_DIM)
-        high = _decoded(codes >> 4, _loaded(scale + c // group, inside), KIND) + _loaded(zero + c // group, inside)
-        found = tl.join(_rounded(low, dtype, WIDE), _rounded(high, dtype, WIDE))
-        found = tl.permute(tl.reshape(found, [tokens // 2, 2, 2, count, 4, piece, 2]), [0, 4, 1, 2, 5, 6, 3])
+        high = tl.reshape(_high_codes(words), shape) * _loaded(scale + c // group, inside)
+        high = _rounded(high + _loaded(zero + c // group, inside), dtype, WIDE)
+        found = tl.reshape(tl.join(low, high), [KEYS // 16, 2, 2, count, 4, piece, 2])
+        found = tl.permute(found, [0, 4, 1, 2, 5, 6, 3])
     else:
-        found = _rounded(_decoded(codes, _loaded(scale, there), KIND), dtype, WIDE)
-        found = tl.permute(tl.reshape(found, [tokens // 2, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
+        found = _rounded(_scaled(words, _loaded(scale, there), KIND, shape), dtype, WIDE)
+        found = tl.permute(tl.reshape(found, [KEYS // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [KEYS, V_DIM_PADDED])
+
+
+@triton.jit
+def _scaled(words, scale, KIND: tl.constexpr, shape: tl.constexpr):
+    """Codes of 8 bits, four in a word, times their scales, float32.
+
+    The bits of e4m3 numbers, moved, are those of float16 that are 256 times smaller; two of them are moved at once.
+    """
+    if KIND == "int8":
+        found = _bytes(words ^ 0x80808080, 0x4B000000, 8388736.0, 0x47000000, 32896.0, 0xFF)
+    else:
+        a, c = _small_halves(words << 8)
+        b, d = _small_halves(words)
+        found = _in_order(a, b, c, d)
+        scale *= 256.0
+    return tl.reshape(found, shape) * scale
+
+
+@triton.jit
+def _small_halves(words):
+    """The second and the fourth byte of words, e4m3 numbers, divided by 256, float32."""
+    halves = (words & 0x80008000) | ((words >> 1) & 0x3F803F80)
+    low = halves.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (halves >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _low_codes(words):
+    """The low half of each byte of words, float32 [..., 2, 2]."""
+    return _bytes(words, 0x4B000000, 8388608.0, 0x47000000, 32768.0, 0xF)
+
+
+@triton.jit
+def _high_codes(words):
+    """The high half of each byte of words, float32 [..., 2, 2]."""
+    return _bytes(words, 0x49000000, 524288.0, 0x45000000, 2048.0, 0xF0)
+
+
+@triton.jit
+def _bytes(
+    words, even: tl.constexpr, even_zero: tl.constexpr, odd: tl.constexpr, odd_zero: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Bits of each byte of words as numbers, float32 [..., 2, 2].
+
+    They become bits of the fraction of a float whose last bit, or 16th or 8th, is 1, which is subtracted: GPUs add
+    several times as fast as they convert integers.
+
+    Args:
+        even, odd: bits of the power of two to which bits of bytes 0 and 2, and of bytes 1 and 3, are added.
+        even_zero, odd_zero: what is subtracted.
+    """
+    high = words >> 16
+    a = ((words & BITS) | even).to(tl.float32, bitcast=True) - even_zero
+    b = ((words & (BITS << 8)) | odd).to(tl.float32, bitcast=True) - odd_zero
+    c = ((high & BITS) | even).to(tl.float32, bitcast=True) - even_zero
+    d = ((high & (BITS << 8)) | odd).to(tl.float32, bitcast=True) - odd_zero
+    return _in_order(a, b, c, d)
+
+
+@triton.jit
+def _in_order(a, b, c, d):
+    return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 @triton.jit

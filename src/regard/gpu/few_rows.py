@@ -255,9 +255,15 @@ def _run(
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None,
+                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
+
+
+def _is_aligned(v: Part, v_dim: int) -> bool:
+    """Whether codes of values can be read in words of 4 bytes."""
+    size = v.data.shape[3] if v.kind == "int4" else v_dim
+    return all(n % 4 == 0 for n in (v.data.data_ptr(), size, *v.data.stride()[:3]))
 
 
 def _padded_dims(dim: int, v_dim: int, rest: int, kind: str, v_kind: str) -> tuple[int, int, int]:
