@@ -49,7 +49,7 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr,
+    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -136,26 +136,26 @@ def span(
                 cc = c0 + _channels(tl.arange(0, CHUNK), K_KIND)
                 of_chunk = _keys(
                     at_keys, tile_in_page, k_unit, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE,
+                    DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
                 )  # fmt: skip
                 s = tl.dot(_rows(q_at, cc, real, 0, DIM, WIDE), of_chunk, s, input_precision=PRECISION)
         else:
             of_k = _keys(
                 at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE,
+                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
             )  # fmt: skip
             s = tl.dot(rows, of_k, input_precision=PRECISION)
         if REST > 0:
             of_rest = _keys(
                 at_keys, tile_in_page, k_unit, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
-                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE,
+                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
             )  # fmt: skip
             s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
         if IN_KEYS:
             if CHUNK > 0:
                 of_v = tl.trans(_keys(
                     at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE,
+                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
                 ))  # fmt: skip
             else:
                 of_v = tl.trans(of_k)
@@ -175,7 +175,7 @@ def span(
                 v + values_at * v_page + g64 * v_head + value_places * v_token, there_held,
                 v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
                 v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE, V_ALIGNED,
+                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE, V_ALIGNED, PTX,
             )  # fmt: skip
         else:
             values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
@@ -348,7 +348,7 @@ def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
 def _keys(
     base, tile, unit, c0, piece_there, there, scale, zero, scale_token, group,
     DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
-    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """COUNT channels of keys from c0 on, [dim, keys], in the type of the call, those before DIM.
 
@@ -400,11 +400,11 @@ def _keys(
         else:
             scale_low = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
     if KIND == "int4":
-        low = _rounded(tl.reshape(_low_codes(words), shape) * scale_low + zero_low, dtype, WIDE)
-        high = _rounded(tl.reshape(_high_codes(words), shape) * scale_high + zero_high, dtype, WIDE)
+        low = _rounded(tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * scale_low + zero_low, dtype, WIDE)
+        high = _rounded(tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * scale_high + zero_high, dtype, WIDE)
         found = tl.permute(tl.reshape(tl.join(low, high), [COUNT // 16, 2, count, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
     else:
-        found = _rounded(_scaled(words, scale_low, KIND, shape), dtype, WIDE)
+        found = _rounded(_scaled(words, scale_low, KIND, shape, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [COUNT, KEYS])
 
@@ -413,18 +413,19 @@ def _keys(
 def _coded_values(
     base, there, scale, zero, group,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
-    WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values [keys, dim] in the type of the call; addresses are those of the tokens that `_held` names."""
     size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
     real_size: tl.constexpr = (V_DIM + 31) // 32 * 16 if KIND == "int4" else V_DIM
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
-    begin = tl.arange(0, count)[None, None, :, None, None] * piece
+    nth = tl.arange(0, count)[None, None, :, None, None]
     n = tl.arange(0, piece // 4)[None, None, None, None, :]
+    begin = nth * piece
     if ALIGNED:
-        at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True) + begin // 4 + n
-        words = tl.load(at_words, mask=there & (begin + n * 4 < real_size), other=0)
+        at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True) + (nth * (piece // 4) + n)
+        words = tl.load(at_words, mask=there & (nth * (piece // 4) + n < real_size // 4), other=0)
     else:
         words = tl.zeros([KEYS // 8, 2, count, 4, piece // 4], tl.uint32)
         for i in tl.static_range(4):
@@ -434,76 +435,69 @@ def _coded_values(
     if KIND == "int4":
         c = begin // 16 * 32  # the first of 16 channels with a scale
         inside = there & (c < V_DIM)
-        low = tl.reshape(_low_codes(words), shape) * _loaded(scale + c // group, inside)
+        low = tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
         low = _rounded(low + _loaded(zero + c // group, inside), dtype, WIDE)
         c += 16
         inside = there & (c < V_DIM)
-        high = tl.reshape(_high_codes(words), shape) * _loaded(scale + c // group, inside)
+        high = tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
         high = _rounded(high + _loaded(zero + c // group, inside), dtype, WIDE)
         found = tl.reshape(tl.join(low, high), [KEYS // 16, 2, 2, count, 4, piece, 2])
         found = tl.permute(found, [0, 4, 1, 2, 5, 6, 3])
     else:
-        found = _rounded(_scaled(words, _loaded(scale, there), KIND, shape), dtype, WIDE)
+        found = _rounded(_scaled(words, _loaded(scale, there), KIND, shape, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [KEYS // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [KEYS, V_DIM_PADDED])
 
 
 @triton.jit
-def _scaled(words, scale, KIND: tl.constexpr, shape: tl.constexpr):
+def _scaled(words, scale, KIND: tl.constexpr, shape: tl.constexpr, PTX: tl.constexpr):
     """Codes of 8 bits, four in a word, times their scales, float32.
 
     The bits of e4m3 numbers, moved, are those of float16 that are 256 times smaller; two of them are moved at once.
     """
     if KIND == "int8":
-        found = _bytes(words ^ 0x80808080, 0x4B000000, 8388736.0, 0x47000000, 32896.0, 0xFF)
+        found = _bytes(words ^ 0x80808080, 8388736.0, PTX)
+    elif PTX >= 89:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [words], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+        a, b = _halves(low)
+        c, d = _halves(high)
+        found = _in_order(a, b, c, d)
     else:
-        a, c = _small_halves(words << 8)
-        b, d = _small_halves(words)
+        a, c = _halves((words << 8 & 0x80008000) | ((words << 7) & 0x3F803F80))
+        b, d = _halves((words & 0x80008000) | ((words >> 1) & 0x3F803F80))
         found = _in_order(a, b, c, d)
         scale *= 256.0
     return tl.reshape(found, shape) * scale
 
 
 @triton.jit
-def _small_halves(words):
-    """The second and the fourth byte of words, e4m3 numbers, divided by 256, float32."""
-    halves = (words & 0x80008000) | ((words >> 1) & 0x3F803F80)
-    low = halves.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    high = (halves >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, high
+def _halves(words):
+    """Two float16 in a word, as float32."""
+    low = words.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _low_codes(words):
-    """The low half of each byte of words, float32 [..., 2, 2]."""
-    return _bytes(words, 0x4B000000, 8388608.0, 0x47000000, 32768.0, 0xF)
+def _bytes(words, zero: tl.constexpr, PTX: tl.constexpr):
+    """The four bytes of words less a number, float32 [..., 2, 2]; `zero` is that number and 2^23.
 
-
-@triton.jit
-def _high_codes(words):
-    """The high half of each byte of words, float32 [..., 2, 2]."""
-    return _bytes(words, 0x49000000, 524288.0, 0x45000000, 2048.0, 0xF0)
-
-
-@triton.jit
-def _bytes(
-    words, even: tl.constexpr, even_zero: tl.constexpr, odd: tl.constexpr, odd_zero: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """Bits of each byte of words as numbers, float32 [..., 2, 2].
-
-    They become bits of the fraction of a float whose last bit, or 16th or 8th, is 1, which is subtracted: GPUs add
-    several times as fast as they convert integers.
-
-    Args:
-        even, odd: bits of the power of two to which bits of bytes 0 and 2, and of bytes 1 and 3, are added.
-        even_zero, odd_zero: what is subtracted.
+    Bytes become the last bits of floats from 2^23 on: GPUs convert integers at an eighth of the speed of additions.
     """
-    high = words >> 16
-    a = ((words & BITS) | even).to(tl.float32, bitcast=True) - even_zero
-    b = ((words & (BITS << 8)) | odd).to(tl.float32, bitcast=True) - odd_zero
-    c = ((high & BITS) | even).to(tl.float32, bitcast=True) - even_zero
-    d = ((high & (BITS << 8)) | odd).to(tl.float32, bitcast=True) - odd_zero
-    return _in_order(a, b, c, d)
+    if PTX > 0:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ prmt.b32 $0, $4, 0x4B000000, 0x7650; prmt.b32 $1, $4, 0x4B000000, 0x7651; "
+            "prmt.b32 $2, $4, 0x4B000000, 0x7652; prmt.b32 $3, $4, 0x4B000000, 0x7653; }",
+            "=r,=r,=r,=r,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a = ((words & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        b = ((words >> 8 & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        c = ((words >> 16 & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        d = ((words >> 24) | 0x4B000000).to(tl.float32, bitcast=True)
+    return _in_order(a - zero, b - zero, c - zero, d - zero)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from regard.errors import RefusalError
 from regard.gpu import decode as kernels
 from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import (
+    IS_INTERPRETED,
     Blocks,
     biases,
     empty_output,
@@ -255,7 +256,7 @@ def _run(
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim),
+                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim), PTX=_ptx(i.q.device),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
@@ -264,6 +265,14 @@ def _is_aligned(v: Part, v_dim: int) -> bool:
     """Whether codes of values can be read in words of 4 bytes."""
     size = v.data.shape[3] if v.kind == "int4" else v_dim
     return all(n % 4 == 0 for n in (v.data.data_ptr(), size, *v.data.stride()[:3]))
+
+
+def _ptx(device: torch.device) -> int:
+    """The compute capability of a GPU of NVIDIA, whose instructions decode codes; 0: only those of all GPUs do."""
+    if IS_INTERPRETED or torch.version.hip is not None or device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 89 if (major, minor) >= (8, 9) else 80
 
 
 def _padded_dims(dim: int, v_dim: int, rest: int, kind: str, v_kind: str) -> tuple[int, int, int]:
