@@ -8,6 +8,11 @@ whatever the batch and the chip, and `merge` adds them in order: a row has the s
 Keys and values are plain or codes (`storage/codec.py`), contiguous or in pages. A decoded element is
 `code * scale + zero_point` in float32, rounded to the type of the call, as on a CPU.
 
+Codes are loaded as they lie: a thread has a piece of a tile of keys, up to 16 tokens of a channel side by side, and a
+piece of a value, up to 16 channels. The tensor cores take tokens and channels in any order that is the same in both
+operands, so blocks of codes have the order in which a warp's threads hold the pieces of 8 rows already: nothing is
+moved between threads. `_tokens` and `_channels` say which token or channel that is.
+
 Where values are the first channels of the keys (the latents of MLA, DeepSeek-AI 2024, arXiv:2405.04434, §2.1), both are
 read once: the scores are a product of those channels and one of the channels behind them, the rotated part.
 
@@ -44,7 +49,7 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr,
+    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -77,16 +82,17 @@ def span(
     h = g * GROUP + tl.minimum(r // queries, GROUP - 1)  # rows that are not real read biases of a head that exists
     i = r % queries
     real = r < GROUP * queries
-    c = tl.arange(0, DIM_PADDED)
-    cv = tl.arange(0, V_DIM_PADDED)
+    c = _channels(tl.arange(0, DIM_PADDED), K_KIND)
+    cv = c if IN_KEYS else _value_channels(tl.arange(0, V_DIM_PADDED), V_DIM_PADDED, V_KIND)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
     q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None].to(tl.int64) * q_token
     dtype: tl.constexpr = q.dtype.element_ty
     if CHUNK == 0:
-        rows = _rows(q_at, c, real, DIM, WIDE)
+        rows = _rows(q_at, c, real, 0, DIM, WIDE)
     if REST > 0:
-        cr = DIM + tl.arange(0, REST_PADDED)
-        rest = _rows(q_at, cr, real, DIM + REST, WIDE)
+        rest_from: tl.constexpr = DIM - DIM % 2 if K_KIND == "int4" else DIM  # two channels are in one byte
+        cr = rest_from + _channels(tl.arange(0, REST_PADDED), K_KIND)
+        rest = _rows(q_at, cr, real, DIM, DIM + REST, WIDE)
     start = begin
     stop = begin + tokens
     if RAGGED:
@@ -94,6 +100,7 @@ def span(
         stop = tl.load(ends + b).to(tl.int32)
     base_distance = distance + h64[:, None] * distance_head if DISTANCE else distance
     base_bias = bias + b64 * bias_batch + h64[:, None] * bias_head if BIAS else bias
+    coded: tl.constexpr = K_KIND != "plain"
     first = of * SPAN
     end = tl.minimum(first + SPAN, stop - start)
     if UNION > 0:
@@ -102,58 +109,79 @@ def span(
         near = (low < start + end) & (high > start + first)
         near_2 = (low_2 < start + end) & (high_2 > start + first)
         end = tl.where(near | near_2, end, first)
+    else:
+        low, high, low_2, high_2 = start, stop, start, stop
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
-    for t0 in range(first, end, KEYS):
-        t = t0 + tl.arange(0, KEYS)
+    begin_at = first - k_first % 16 if coded else first  # blocks of codes begin with a tile
+    for t0 in range(begin_at, end, KEYS):
+        t = t0 + _tokens(tl.arange(0, KEYS), KEYS, K_KIND)
         j = start + t
-        there = j < stop
-        if UNION > 0:
-            there = there & (((j >= low) & (j < high)) | ((j >= low_2) & (j < high_2)))
-        if SHOWN:
-            there = there & (tl.load(shown + b64 * shown_row + j, mask=there, other=0) != 0)
-        keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
-        at_keys = k + keys_at[None, :] * k_page + g64 * k_head
-        at_scales = k_scale + keys_at * k_scale_page + g64 * k_scale_head
-        at_zeros = k_zero + keys_at * k_scale_page + g64 * k_scale_head
+        there = _is_there(t, j, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN)
+        if coded:
+            tile, piece_there = _pieces(t0, k_first, there, first, end, low - start, high - start,
+                low_2 - start, high_2 - start, KEYS, UNION, SHOWN)  # fmt: skip
+            k_at, tile_in_page = _placed(tile, k_page_tokens // 16, k_table, b64, k_row, K_TABLE, piece_there)
+            at_keys = k + k_at * k_page + g64 * k_head + tile_in_page * k_token
+            at_scales = k_scale + k_at * k_scale_page + g64 * k_scale_head
+            at_zeros = k_zero + k_at * k_scale_page + g64 * k_scale_head
+        else:
+            keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
+            at_keys = k + keys_at * k_page + g64 * k_head + key_places * k_token
+            tile_in_page, at_scales, at_zeros, piece_there = key_places, at_keys, at_keys, there
         if CHUNK > 0:
             s = tl.zeros([ROWS, KEYS], tl.float32)
             for c0 in range(0, DIM, CHUNK):
-                cc = c0 + tl.arange(0, CHUNK)
+                cc = c0 + _channels(tl.arange(0, CHUNK), K_KIND)
                 of_chunk = _keys(
-                    at_keys, key_places, k_token, k_unit, cc, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
+                    at_keys, tile_in_page, k_unit, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                    DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
                 )  # fmt: skip
-                s = tl.dot(_rows(q_at, cc, real, DIM, WIDE), of_chunk, s, input_precision=PRECISION)
+                s = tl.dot(_rows(q_at, cc, real, 0, DIM, WIDE), of_chunk, s, input_precision=PRECISION)
         else:
             of_k = _keys(
-                at_keys, key_places, k_token, k_unit, c, there, at_scales, at_zeros, k_scale_token, k_group,
-                DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
+                at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
             )  # fmt: skip
             s = tl.dot(rows, of_k, input_precision=PRECISION)
         if REST > 0:
             of_rest = _keys(
-                at_keys, key_places, k_token, k_unit, cr, there, at_scales, at_zeros, k_scale_token, k_group,
-                DIM + REST, K_KIND, K_PER_TOKEN, dtype, WIDE,
+                at_keys, tile_in_page, k_unit, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
+                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
             )  # fmt: skip
             s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
         if IN_KEYS:
             if CHUNK > 0:
                 of_v = tl.trans(_keys(
-                    at_keys, key_places, k_token, k_unit, c, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
+                    at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
                 ))  # fmt: skip
             else:
                 of_v = tl.trans(of_k)
-        else:
-            values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
-            of_v = _values(
-                v + values_at * v_page + g64 * v_head + value_places * v_token, cv, there,
+        elif coded:
+            place, piece = _held(KEYS)
+            t_held = t0 + piece * _piece(KEYS) + place
+            there_held = _is_there(
+                t_held, start + t_held, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
+            )
+            at_piece = t0 + piece * _piece(KEYS)
+            values_at, v_tile = _placed(
+                (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row, V_TABLE,
+                (at_piece + _piece(KEYS) > first) & (at_piece < end),
+            )  # fmt: skip
+            value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS) + place
+            of_v = _coded_values(
+                v + values_at * v_page + g64 * v_head + value_places * v_token, there_held,
                 v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
                 v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_group, V_DIM, V_KIND, dtype, WIDE,
+                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE, V_ALIGNED, PTX,
             )  # fmt: skip
+        else:
+            values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
+            at_values = v + values_at * v_page + g64 * v_head + value_places * v_token
+            mask = there[:, None] & (cv[None, :] < V_DIM)
+            of_v = _rounded(tl.load(at_values[:, None] + cv[None, :], mask=mask, other=0.0), dtype, WIDE)
         s = with_biases(
             capped(s, scale, softcap, SOFTCAP), i[:, None], j[None, :], queries, keys,
             base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
@@ -176,6 +204,8 @@ def span(
                 v_page_tokens, v_table, b64, v_row, cv, KEYS, V_DIM, V_TABLE, dtype,
             )  # fmt: skip
         else:
+            if coded and not IN_KEYS:
+                weights = _as_held(weights, ROWS, KEYS)
             sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
         top = above
     at = (((first_span + of).to(tl.int64) * batch + b) * heads + h) * queries + i
@@ -195,12 +225,104 @@ def _interval(seen, b, batch, number: tl.constexpr):
 
 
 @triton.jit
-def _rows(at, c, real, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Channels c of the queries."""
-    found = tl.load(at + c[None, :], mask=real[:, None] & (c[None, :] < DIM), other=0.0)
+def _rows(at, c, real, FROM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Channels c of the queries, those from FROM to DIM."""
+    found = tl.load(at + c[None, :], mask=real[:, None] & ((c >= FROM) & (c < DIM))[None, :], other=0.0)
     if WIDE:
         found = found.to(tl.float32)
     return found
+
+
+@triton.jit
+def _is_there(
+    t, j, first, end, low, high, low_2, high_2, shown, UNION: tl.constexpr, SHOWN: tl.constexpr,
+):  # fmt: skip
+    """Whether tokens t of the part, keys j, are read by the span that has the tokens from first to end."""
+    there = (t >= first) & (t < end)
+    if UNION > 0:
+        there = there & (((j >= low) & (j < high)) | ((j >= low_2) & (j < high_2)))
+    if SHOWN:
+        there = there & (tl.load(shown + j, mask=there, other=0) != 0)
+    return there
+
+
+@triton.jit
+def _pieces(
+    t0, k_first, there, first, end, low, high, low_2, high_2, KEYS: tl.constexpr, UNION: tl.constexpr,
+    SHOWN: tl.constexpr,
+):  # fmt: skip
+    """(tile, whether one of its tokens is read) of each piece of a block of codes."""
+    piece: tl.constexpr = _piece(KEYS)
+    count: tl.constexpr = KEYS // piece
+    t = t0 + tl.arange(0, count) * piece
+    found = (t + piece > first) & (t < end)
+    if UNION > 0:
+        found = found & (((t + piece > low) & (t < high)) | ((t + piece > low_2) & (t < high_2)))
+    if SHOWN:
+        found = found & (tl.max(tl.reshape(there.to(tl.int32), [piece, count]), 0) > 0)
+    return (t0 + k_first) // 16 + tl.arange(0, count) // (16 // piece), found
+
+
+@triton.constexpr_function
+def _piece(count):
+    """Tokens, or bytes of a value, that a thread has side by side, so that a block has 8 pieces or more where it can."""
+    return max(4, min(16, count // 8))
+
+
+@triton.jit
+def _tokens(n, KEYS: tl.constexpr, KIND: tl.constexpr):
+    """Which token of a block its n-th column of scores is: the first ones of all pieces, then the second ones."""
+    if KIND == "plain":
+        return n
+    count: tl.constexpr = KEYS // _piece(KEYS)
+    return n % count * _piece(KEYS) + n // count
+
+
+@triton.jit
+def _channels(n, KIND: tl.constexpr):
+    """Which channel the n-th of a product is: the 4 threads that share 16 have two of the first 8, and two of the rest."""
+    if KIND == "plain":
+        return n
+    return n // 16 * 16 + n // 2 % 2 * 8 + n // 4 % 4 * 2 + n % 2
+
+
+@triton.jit
+def _value_channels(n, V_DIM_PADDED: tl.constexpr, KIND: tl.constexpr):
+    """Which channel of values the n-th column is; codes of int4 have channels c (low half) and 16 + c in one byte."""
+    if KIND == "plain":
+        return n
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
+    piece: tl.constexpr = _piece(size)
+    count: tl.constexpr = size // piece
+    if KIND == "int4":
+        unit = n % count * piece + n // count // 2
+        return unit // 16 * 32 + n // count % 2 * 16 + unit % 16
+    return n % count * piece + n // count
+
+
+@triton.constexpr_function
+def _value_bytes(dim, kind):
+    """Bytes of the codes of a value with these dimensions."""
+    return dim // 2 if kind == "int4" else dim
+
+
+@triton.jit
+def _held(KEYS: tl.constexpr):
+    """(place in the piece, piece) of the tokens whose values a thread has, [keys / 8, 2, 1, 4, 1]."""
+    count: tl.constexpr = KEYS // _piece(KEYS)
+    place = tl.arange(0, KEYS // 8)[:, None, None, None, None]
+    piece = tl.arange(0, 4)[None, None, None, :, None] * 2 + tl.arange(0, 2)[None, :, None, None, None]
+    if count < 8:
+        n = place * 8 + piece
+        place, piece = n // count, n % count
+    return place, piece
+
+
+@triton.jit
+def _as_held(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Weights in the order of the tokens of `_coded_values`."""
+    weights = tl.permute(tl.reshape(weights, [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(weights, [ROWS, KEYS])
 
 
 @triton.jit
@@ -215,68 +337,178 @@ def _is_kept(tiles, words, i, j, inside, there, TILE: tl.constexpr):
 @triton.jit
 def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
     """(page, place in the page) of slots."""
-    page = slot // page_tokens
     if TABLE:
+        page = slot // page_tokens
         found = tl.load(table + b * row + page, mask=there, other=0).to(tl.int64)
-    else:
-        found = b + 0 * page
-    return found, (slot - page * page_tokens).to(tl.int64)
-
-
-@triton.jit
-def _decoded(codes, KIND: tl.constexpr):
-    """Codes as float32. The bits of an e4m3 number, moved, are those of a float16 that is 256 times smaller."""
-    if KIND == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float32)
-    if KIND == "fp8":
-        wide = codes.to(tl.int16)
-        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return codes.to(tl.float32)
+        return found, (slot - page * page_tokens).to(tl.int64)
+    return b + 0 * slot, slot.to(tl.int64)
 
 
 @triton.jit
 def _keys(
-    base, place, token, unit, c, there, scale, zero, scale_token, group,
-    DIM: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr,
+    base, tile, unit, c0, piece_there, there, scale, zero, scale_token, group,
+    DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Keys [dim, keys] in the type of the call; codes have 16 tokens of a channel side by side."""
-    mask = there[None, :] & (c[:, None] < DIM)
+    """COUNT channels of keys from c0 on, [dim, keys], in the type of the call, those before DIM.
+
+    Args:
+        base: of plain keys the address of each token, of codes that of the tile of each piece.
+        tile: of each piece, in its page.
+        there: whether a token is read; of those that are not, keys may be anything unless they are values, too.
+    """
     if KIND == "plain":
-        return _rounded(tl.load(base + place[None, :] * token + c[:, None], mask=mask, other=0.0), dtype, WIDE)
-    of = c // 2 if KIND == "int4" else c
-    codes = tl.load(
-        base + (place // 16)[None, :] * token + of[:, None] * unit + (place % 16)[None, :], mask=mask, other=0
-    )
-    if KIND == "int4":
-        codes = (codes >> ((c % 2) * 4).to(tl.uint8)[:, None]) & 15
+        c = c0 + tl.arange(0, COUNT)
+        mask = there[None, :] & (c[:, None] < DIM)
+        return _rounded(tl.load(base[None, :] + c[:, None], mask=mask, other=0.0), dtype, WIDE)
+    piece: tl.constexpr = _piece(KEYS)
+    count: tl.constexpr = KEYS // piece
+    each: tl.constexpr = 2 if KIND == "int4" else 1  # channels of a byte
+    # by 8 channels, the bytes of two, pieces, the pairs of 4 threads, and words of 4 tokens
+    r = tl.arange(0, COUNT // 8)[:, None, None, None, None]
+    byte = tl.arange(0, 2 // each)[None, :, None, None, None]
+    h = tl.arange(0, count)[None, None, :, None, None]
+    x = tl.arange(0, 4)[None, None, None, :, None]
+    n = c0 // each + (r * 4 + x) * (2 // each) + byte
+    place = h % (16 // piece) * (piece // 4) + tl.arange(0, piece // 4)[None, None, None, None, :]
+    at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True)[None, None, :, None, None] + n * (unit // 4) + place
+    inside = piece_there[None, None, :, None, None]
+    words = tl.load(at_words, mask=inside & (n * each < DIM), other=0)
+    shape: tl.constexpr = [COUNT // 8, 2 // each, count, 4, piece]
     if PER_TOKEN:
-        at = (place * scale_token)[None, :]
+        y = h % (16 // piece) * piece + tl.arange(0, piece)[None, None, None, None, :]
+        at = (tile[None, None, :, None, None] * 16 + y) * scale_token
+        if IN_KEYS:
+            inside = tl.permute(tl.reshape(there, [1, 1, 1, piece, count]), [0, 1, 4, 2, 3])
+        scale_low = _loaded(scale[None, None, :, None, None] + at, inside)
+        scale_high = scale_low
+        if KIND == "int4":
+            zero_low = _loaded(zero[None, None, :, None, None] + at, inside)
+            zero_high = zero_low
     else:
-        at = (place // group * scale_token)[None, :] + c[:, None]
-    found = _decoded(codes, KIND) * tl.load(scale[None, :] + at, mask=mask, other=0.0).to(tl.float32)
+        # of the two channels of a pair, side by side
+        r, h = tl.arange(0, COUNT // 8)[:, None, None, None], tl.arange(0, count)[None, :, None, None]
+        c = c0 + (r * 4 + tl.arange(0, 4)[None, None, :, None]) * 2 + tl.arange(0, 2)[None, None, None, :]
+        inside = piece_there[None, :, None, None] & (c < DIM)
+        at = (tile // (group // 16) * scale_token)[None, :, None, None] + c
+        scales = _loaded(scale[None, :, None, None] + at, inside)
+        if KIND == "int4":
+            scale_low, scale_high = tl.split(scales)
+            scale_low, scale_high = scale_low[:, None, :, :, None], scale_high[:, None, :, :, None]
+            zero_low, zero_high = tl.split(_loaded(zero[None, :, None, None] + at, inside))
+            zero_low, zero_high = zero_low[:, None, :, :, None], zero_high[:, None, :, :, None]
+        else:
+            scale_low = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
     if KIND == "int4":
-        found += tl.load(zero[None, :] + at, mask=mask, other=0.0).to(tl.float32)
-    return _rounded(found, dtype, WIDE)
+        low = _rounded(tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * scale_low + zero_low, dtype, WIDE)
+        high = _rounded(tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * scale_high + zero_high, dtype, WIDE)
+        found = tl.permute(tl.reshape(tl.join(low, high), [COUNT // 16, 2, count, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
+    else:
+        found = _rounded(_scaled(words, scale_low, KIND, shape, PTX), dtype, WIDE)
+        found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
+    return tl.reshape(found, [COUNT, KEYS])
 
 
 @triton.jit
-def _values(
-    base, cv, there, scale, zero, group,
-    V_DIM: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr,
+def _coded_values(
+    base, there, scale, zero, group,
+    V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Values [keys, dim] in the type of the call; codes of int4 have channels c (low half) and 16 + c in one byte."""
-    mask = there[:, None] & (cv[None, :] < V_DIM)
-    if KIND == "plain":
-        return _rounded(tl.load(base[:, None] + cv[None, :], mask=mask, other=0.0), dtype, WIDE)
-    unit = cv // 32 * 16 + cv % 16 if KIND == "int4" else cv
-    codes = tl.load(base[:, None] + unit[None, :], mask=mask, other=0)
+    """Values [keys, dim] in the type of the call; addresses are those of the tokens that `_held` names."""
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
+    real_size: tl.constexpr = (V_DIM + 31) // 32 * 16 if KIND == "int4" else V_DIM
+    piece: tl.constexpr = _piece(size)
+    count: tl.constexpr = size // piece
+    nth = tl.arange(0, count)[None, None, :, None, None]
+    n = tl.arange(0, piece // 4)[None, None, None, None, :]
+    begin = nth * piece
+    if ALIGNED:
+        at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True) + (nth * (piece // 4) + n)
+        words = tl.load(at_words, mask=there & (nth * (piece // 4) + n < real_size // 4), other=0)
+    else:
+        words = tl.zeros([KEYS // 8, 2, count, 4, piece // 4], tl.uint32)
+        for i in tl.static_range(4):
+            byte = tl.load(base + begin + (n * 4 + i), mask=there & (begin + n * 4 + i < real_size), other=0)
+            words |= byte.to(tl.uint32) << (8 * i)
+    shape: tl.constexpr = [KEYS // 8, 2, count, 4, piece]
     if KIND == "int4":
-        codes = (codes >> (cv % 32 // 16 * 4).to(tl.uint8)[None, :]) & 15
-    at = cv[None, :] // group
-    found = _decoded(codes, KIND) * tl.load(scale[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "int4":
-        found += tl.load(zero[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-    return _rounded(found, dtype, WIDE)
+        c = begin // 16 * 32  # the first of 16 channels with a scale
+        inside = there & (c < V_DIM)
+        low = tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
+        low = _rounded(low + _loaded(zero + c // group, inside), dtype, WIDE)
+        c += 16
+        inside = there & (c < V_DIM)
+        high = tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
+        high = _rounded(high + _loaded(zero + c // group, inside), dtype, WIDE)
+        found = tl.reshape(tl.join(low, high), [KEYS // 16, 2, 2, count, 4, piece, 2])
+        found = tl.permute(found, [0, 4, 1, 2, 5, 6, 3])
+    else:
+        found = _rounded(_scaled(words, _loaded(scale, there), KIND, shape, PTX), dtype, WIDE)
+        found = tl.permute(tl.reshape(found, [KEYS // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
+    return tl.reshape(found, [KEYS, V_DIM_PADDED])
+
+
+@triton.jit
+def _scaled(words, scale, KIND: tl.constexpr, shape: tl.constexpr, PTX: tl.constexpr):
+    """Codes of 8 bits, four in a word, times their scales, float32.
+
+    The bits of e4m3 numbers, moved, are those of float16 that are 256 times smaller; two of them are moved at once.
+    """
+    if KIND == "int8":
+        found = _bytes(words ^ 0x80808080, 8388736.0, PTX)
+    elif PTX >= 89:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [words], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+        a, b = _halves(low)
+        c, d = _halves(high)
+        found = _in_order(a, b, c, d)
+    else:
+        a, c = _halves((words << 8 & 0x80008000) | ((words << 7) & 0x3F803F80))
+        b, d = _halves((words & 0x80008000) | ((words >> 1) & 0x3F803F80))
+        found = _in_order(a, b, c, d)
+        scale *= 256.0
+    return tl.reshape(found, shape) * scale
+
+
+@triton.jit
+def _halves(words):
+    """Two float16 in a word, as float32."""
+    low = words.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bytes(words, zero: tl.constexpr, PTX: tl.constexpr):
+    """The four bytes of words less a number, float32 [..., 2, 2]; `zero` is that number and 2^23.
+
+    Bytes become the last bits of floats from 2^23 on: GPUs convert integers at an eighth of the speed of additions.
+    """
+    if PTX > 0:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ prmt.b32 $0, $4, 0x4B000000, 0x7650; prmt.b32 $1, $4, 0x4B000000, 0x7651; "
+            "prmt.b32 $2, $4, 0x4B000000, 0x7652; prmt.b32 $3, $4, 0x4B000000, 0x7653; }",
+            "=r,=r,=r,=r,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a = ((words & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        b = ((words >> 8 & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        c = ((words >> 16 & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        d = ((words >> 24) | 0x4B000000).to(tl.float32, bitcast=True)
+    return _in_order(a - zero, b - zero, c - zero, d - zero)
+
+
+@triton.jit
+def _in_order(a, b, c, d):
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _loaded(at, mask):
+    """Scales or zero points, float32."""
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from regard.errors import RefusalError
 from regard.gpu import decode as kernels
 from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import (
+    IS_INTERPRETED,
     Blocks,
     biases,
     empty_output,
@@ -22,6 +23,8 @@ from regard.gpu.launch import (
     warps_and_stages,
 )
 from regard.gpu.tables import by_tile
+from regard.storage.codec import CHUNK as BYTE_CHUNK
+from regard.storage.codec import TILE
 from regard.storage.stored import Part, StoredTensor
 
 SPAN = 1024
@@ -79,6 +82,9 @@ def preferred_blocks(item: int, t: Tokens, rows: int, shared: int) -> Blocks:
     """The blocks for keys and values that fit in shared memory with few stages."""
     coded, dim = t.kind != "plain", max(t.k_dim, t.v_dim)
     tokens = 16 if coded or (item == 4 and dim > 256) else 32
+    if coded and not t.in_keys and item == 2 and dim <= 128 and rows <= 16:
+        # one warp, so that codes are decoded by the thread that has their place in the product
+        return Blocks(16, 64, 64, warps=1, stages=2)
     if dim <= 256:
         # 64 rows of 256 float32 would spill 1,500 to 11,800 bytes
         most = 32 if item == 4 and dim > 128 and not coded and shared > AMD else 64
@@ -175,8 +181,13 @@ def _pairs(k: StoredTensor, v: StoredTensor) -> list[_Pair] | None:
 
 
 def _is_readable(k: Part, v: Part) -> bool:
-    """Whether two parts have the same tokens, keys 16 tokens side by side where they are codes, values by token."""
+    """Whether two parts have the same tokens, keys 16 tokens side by side where they are codes, values by token.
+
+    Codes are of keys and values both, with the same tokens in a tile.
+    """
     same = k.tokens == v.tokens and (k.row_ends is None) == (v.row_ends is None)
+    same &= (k.kind == "plain") == (v.kind == "plain")
+    same &= k.kind == "plain" or (k.first_slot - v.first_slot) % TILE == v.page % TILE == 0
     layout = k.tiled == (k.kind != "plain") and (not v.tiled or is_in_keys(k, v))
     return same and layout and all(map(_is_contiguous, (k, v)))
 
@@ -221,7 +232,8 @@ def _run(
     nothing, group, union = into[1], heads // kv_heads, seen.intervals
     in_keys = is_in_keys(k, v) and v_dim <= dim
     rest = dim - v_dim if in_keys else 0
-    tokens = Tokens(padded(dim - rest), padded(v_dim), k.kind, in_keys, padded(rest) if rest else 0)
+    k_padded, v_padded, rest_padded = _padded_dims(dim, v_dim, rest, k.kind, v.kind)
+    tokens = Tokens(k_padded, v_padded, k.kind, in_keys, rest_padded)
     blocks, chunk = _blocks(i, tokens, group * queries)
     programs = spans * kv_heads * -(-group * queries // blocks.rows) * batch
     flagged = tiles.masked and v.kind == "plain"  # codes are finite
@@ -236,17 +248,41 @@ def _run(
                 batch, heads, kv_heads, queries, keys, spans, first, call.scale, call.softcap or 0.0,
                 k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
                 GROUP=group, ROWS=blocks.rows, KEYS=blocks.tokens, SPAN=SPAN, TILE=call.schedule.tile,
-                DIM=dim - rest, DIM_PADDED=padded(dim - rest), V_DIM=v_dim, V_DIM_PADDED=padded(v_dim),
-                REST=rest, REST_PADDED=padded(rest), IN_KEYS=in_keys,
+                DIM=dim - rest, DIM_PADDED=k_padded, V_DIM=v_dim, V_DIM_PADDED=v_padded,
+                REST=rest, REST_PADDED=rest_padded, IN_KEYS=in_keys,
                 K_KIND=k.kind, V_KIND=v.kind, K_TABLE=k.table is not None, V_TABLE=v.table is not None,
                 K_PER_TOKEN=k.per_token, RAGGED=pair.ends is not None, MASKED=tiles.masked,
                 MAPS_BATCH=call.schedule.maps[0] > 1, MAPS_HEADS=call.schedule.maps[1] > 1,
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None,
+                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim), PTX=_ptx(i.q.device),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
+
+
+def _is_aligned(v: Part, v_dim: int) -> bool:
+    """Whether codes of values can be read in words of 4 bytes."""
+    size = v.data.shape[3] if v.kind == "int4" else v_dim
+    return all(n % 4 == 0 for n in (v.data.data_ptr(), size, *v.data.stride()[:3]))
+
+
+def _ptx(device: torch.device) -> int:
+    """The compute capability of a GPU of NVIDIA, whose instructions decode codes; 0: only those of all GPUs do."""
+    if IS_INTERPRETED or torch.version.hip is not None or device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 89 if (major, minor) >= (8, 9) else 80
+
+
+def _padded_dims(dim: int, v_dim: int, rest: int, kind: str, v_kind: str) -> tuple[int, int, int]:
+    """Of keys without the rest, of values, and of the rest, 0 where there is none.
+
+    Two channels are in a byte of int4, for values channels c and 16 + c: 32 have 16 bytes.
+    """
+    split = (dim - rest) % 2 if kind == "int4" else 0
+    v_padded = max(BYTE_CHUNK, padded(v_dim)) if v_kind == "int4" and not rest else padded(v_dim)
+    return padded(dim - rest), v_padded, padded(rest + split) if rest else 0
 
 
 def _blocks(i: Inputs, t: Tokens, rows: int) -> SpanBlocks:
