@@ -73,8 +73,8 @@ def variants() -> list[Variant]:
         Variant("gradient_of_keys", "bf16", 64, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
         *(Variant(name, "fp32", dim) for name in names for dim in (64, 128, 256)),
         Variant("forward", "bf16", 256),
-        *(Variant(name, "bf16", dim, ("REPAIR",)) for name in names[:3] for dim in (64, 128)),
-        Variant("gradient_of_values", "bf16", 128, ("REPAIR",)),
+        *(Variant(name, "bf16", dim, ("CAREFUL",)) for name in names[:3] for dim in (64, 128)),
+        Variant("gradient_of_values", "bf16", 128, ("CAREFUL",)),
         Variant("products", "bf16", 128),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
         *(Variant("far_rows", "fp32", dim, ("DISTANCE", "SOFTCAP")) for dim in (64, 256)),
@@ -167,12 +167,14 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     blocks = of(item, dim, extra, CHIPS[chip][3], dense=dense, described=_is_described(chip))
     both = has_one_pass(item, dim, described=_is_described(chip))
     flags = dict.fromkeys(
-        ("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "REPAIR"), False
+        ("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "CAREFUL"), False
     )
+    if "CAREFUL" in variant.more:
+        blocks = blocks._replace(stages=1, patch_stages=1)
     constants: dict[str, Any] = {
-        **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
+        **flags, "FLAGS": True, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
         "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
-        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "STAGES": blocks.stages,
+        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "STAGES": blocks.stages, "PATCH_STAGES": blocks.patch_stages,
         "DK": both or variant.kernel == "gradient_of_keys", "DV": both or variant.kernel == "gradient_of_values",
         **_arithmetic(variant, chip),
         **dict.fromkeys(variant.more, True),
@@ -262,7 +264,7 @@ def _type(name: str, variant: Variant) -> str:
     if name in TENSORS:
         return f"*{dtype}"
     kinds = {"words": "*i64", "sums": "*fp32", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
-    return "*fp32" if name in FLOATS else "*i32" if name in LISTS else kinds.get(name, "i32")
+    return "*fp32" if name in FLOATS else "*i32" if name in LISTS or name == "flags" else kinds.get(name, "i32")
 
 
 def _usage(made: Any) -> tuple[int, int]:

@@ -191,13 +191,13 @@ WANTED = {
 def test_only_kernels_start_whose_gradients_are_wanted(names: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     from regard.gpu import gradients
 
-    started, launch = list[str](), gradients.launch
+    started, launch = list[str](), gradients.launch_twice
 
     def record(kernel: Any, *rest: Any, **constants: Any) -> None:
         started.append(kernel.fn.__name__)
         launch(kernel, *rest, **constants)
 
-    monkeypatch.setattr(gradients, "launch", record)
+    monkeypatch.setattr(gradients, "launch_twice", record)
     sizes = {"q": (1, 4, 40, 16), "k": (1, 2, 40, 16), "v": (1, 2, 40, 8), "bias": (4, 1, 40)}
     inputs = {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
     inputs |= {"sink": torch.randn(4), "slopes": torch.rand(4)}

@@ -7,7 +7,8 @@ of each row, the gradient of a score is ds = p (dp - delta), dp = dout . v. Each
 the order of the schedule's lists, so its bits are the same from run to run; the gradients of biases are added atomically,
 where many pairs share an element.
 
-As in `forward.py`, what is not finite is computed a second time, with care: NaN and inf of hidden tokens are left out.
+As in `forward.py`, what is not finite is computed a second time, with care, in another start of the kernel: NaN and inf
+of hidden tokens are left out.
 """
 
 import triton
@@ -30,7 +31,7 @@ from regard.gpu.tokens import block_of
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_queries(
-    q, k, v, dout, top, rest, delta, dq, k_described, v_described,
+    q, k, v, dout, top, rest, delta, dq, flags, k_described, v_described,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dq_batch, dq_head, dq_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -41,12 +42,12 @@ def gradient_of_queries(
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    REPAIR: tl.constexpr,
+    PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros.
 
     Args:
-        top, rest, delta: of `gradients.Rows`; the other arguments are those of `forward`, REPAIR for the rows of dq.
+        top, rest, delta: of `gradients.Rows`; the other arguments are those of `forward`, CAREFUL and FLAGS for the rows of dq.
     """
     query_tiles = tl.cdiv(queries, TILE)
     row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
@@ -58,8 +59,12 @@ def gradient_of_queries(
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     dq_at = dq + b64 * dq_batch + h64 * dq_head + i[:, None].to(tl.int64) * dq_token + c[None, :]
     inside = (i[:, None] < queries) & (c[None, :] < DIM)
-    if REPAIR:
-        if tl.max(is_non_finite(tl.load(dq_at, mask=inside, other=0.0)).to(tl.int32)) == 0:
+    if CAREFUL:
+        if FLAGS:
+            spoiled = tl.load(flags + tl.program_id(0))
+        else:
+            spoiled = tl.max(is_non_finite(tl.load(dq_at, mask=inside, other=0.0)).to(tl.int32))
+        if spoiled == 0:
             return
     rows = tl.load(q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :], mask=inside, other=0.0)
     dout_at = dout + b64 * dout_batch + h64 * dout_head + i[:, None].to(tl.int64) * dout_token + cv[None, :]
@@ -77,31 +82,18 @@ def gradient_of_queries(
     of_top = tl.load(top + at)
     of_rest = tl.load(rest + at) if DISTANCE or BIAS else of_top
     deltas = tl.load(delta + at)
-    if REPAIR:
-        again = True
-    else:
-        found = _walk_keys(
-            rows, given, of_top, of_rest, deltas, i, row, b, h // group, listed, base_k, k_token, base_v, v_token,
-            k_described, v_described, base_distance, base_bias, bias_query, bias_key,
-            into_distance, into_bias, dbias_query, dbias_key,
-            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-            queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-            TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
-            DDISTANCE, DBIAS, WIDE, PRECISION, STAGES, False,
-        )  # fmt: skip
-        tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=inside)
-        again = tl.max(is_non_finite(found).to(tl.int32)) > 0
-    if again:  # the gradients of biases are right: the score of a hidden pair has none
-        found = _walk_keys(
-            rows, given, of_top, of_rest, deltas, i, row, b, h // group, listed, base_k, k_token, base_v, v_token,
-            None, None, base_distance, base_bias, bias_query, bias_key,
-            into_distance, into_bias, dbias_query, dbias_key,
-            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-            queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-            TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
-            False, False, WIDE, PRECISION, 1, True,
-        )  # fmt: skip
-        tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=inside)
+    found = _walk_keys(
+        rows, given, of_top, of_rest, deltas, i, row, b, h // group, listed, base_k, k_token, base_v, v_token,
+        k_described, v_described, base_distance, base_bias, bias_query, bias_key,
+        into_distance, into_bias, dbias_query, dbias_key,
+        run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+        queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+        TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
+        DDISTANCE, DBIAS, WIDE, PRECISION, STAGES, PATCH_STAGES, CAREFUL,
+    )  # fmt: skip
+    if FLAGS and not CAREFUL:
+        tl.store(flags + tl.program_id(0), tl.max(is_non_finite(found).to(tl.int32)))
+    tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -114,7 +106,7 @@ def _walk_keys(
     TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SOFTCAP: tl.constexpr,
     DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, DDISTANCE: tl.constexpr, DBIAS: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries, without scale, over the key tiles of their list."""
     found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
@@ -137,7 +129,7 @@ def _walk_keys(
         last = tl.where(whole < stop, whole, last)
     begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
     steps: tl.constexpr = TILE // PATCH
-    for step in tl.range(begin * steps, end * steps + cut, num_stages=1 if WIDE else min(STAGES, 2)):
+    for step in tl.range(begin * steps, end * steps + cut, num_stages=PATCH_STAGES):
         patched = step < end * steps
         patch = step // steps
         j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * PATCH
@@ -183,7 +175,7 @@ def _queries_step(
     if MASKED:
         keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)
         ds = tl.where(keep, ds, 0.0)
-    if DDISTANCE or DBIAS:
+    if (DDISTANCE or DBIAS) and not CAREFUL:  # those of hidden pairs are 0, so the first start has added the right ones
         inside = (i[:, None] < queries) & (j[None, :] < keys)
         if DDISTANCE:
             tl.atomic_add(into_distance + (i[:, None] - j[None, :] + (keys - 1)), ds, mask=inside, sem="relaxed")
@@ -221,7 +213,7 @@ def _slope(before, softcap, keep, GUARDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_keys(
-    q, k, v, dout, top, rest, delta, dk, dv, q_described, dout_described,
+    q, k, v, dout, top, rest, delta, dk, dv, flags, q_described, dout_described,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -230,8 +222,8 @@ def gradient_of_keys(
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, REPAIR: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, CAREFUL: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [batch, kv_heads, keys, dim], those that DK and DV ask for: a program sums over the heads of a group.
 
@@ -239,7 +231,7 @@ def gradient_of_keys(
 
     Args:
         QUERIES: queries computed at once in FULL tiles, of which TILE is a multiple.
-        REPAIR: as in `forward`, for the rows of dk and dv.
+        CAREFUL, FLAGS: as in `forward`, for the rows of dk and dv.
     """
     key_tiles = tl.cdiv(keys, TILE)
     _row, b, g, first_listed, first_key = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
@@ -253,12 +245,15 @@ def gradient_of_keys(
     dv_at = dv + b64 * dv_batch + g64 * dv_head + j[:, None].to(tl.int64) * dv_token + cv[None, :]
     inside_k = (j[:, None] < keys) & (c[None, :] < DIM)
     inside_v = (j[:, None] < keys) & (cv[None, :] < V_DIM)
-    if REPAIR:
+    if CAREFUL:
         spoiled = tl.full([], 0, tl.int32)
-        if DK:
-            spoiled |= tl.max(is_non_finite(tl.load(dk_at, mask=inside_k, other=0.0)).to(tl.int32))
-        if DV:
-            spoiled |= tl.max(is_non_finite(tl.load(dv_at, mask=inside_v, other=0.0)).to(tl.int32))
+        if FLAGS:
+            spoiled = tl.load(flags + tl.program_id(0))
+        else:
+            if DK:
+                spoiled |= tl.max(is_non_finite(tl.load(dk_at, mask=inside_k, other=0.0)).to(tl.int32))
+            if DV:
+                spoiled |= tl.max(is_non_finite(tl.load(dv_at, mask=inside_v, other=0.0)).to(tl.int32))
         if spoiled == 0:
             return
     of_k = tl.load(
@@ -272,46 +267,22 @@ def gradient_of_keys(
     if WIDE:
         of_k = of_k.to(tl.float32)
         of_v = of_v.to(tl.float32)
-    if REPAIR:
-        again = True
-    else:
-        found_k, found_v = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
-            of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
-            dout_token, q_described, dout_described, top, rest, delta,
-            distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
-            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-            heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-            MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
-            DROPOUT, DK, DV, WIDE, PRECISION, STAGES, False,
-        )  # fmt: skip
-        if DK:
-            tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=inside_k)
-        if DV:
-            tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=inside_v)
-        again = (tl.max(is_non_finite(found_k).to(tl.int32)) | tl.max(is_non_finite(found_v).to(tl.int32))) > 0
-    if again:  # one after the other: both need too many registers
-        if DK:
-            found_k, _unused = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
-                of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
-                dout_token, None, None, top, rest, delta,
-                distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
-                run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-                heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-                MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
-                DROPOUT, True, False, WIDE, PRECISION, 1, True,
-            )  # fmt: skip
-            tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=inside_k)
-        if DV:
-            _unused, found_v = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
-                of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
-                dout_token, None, None, top, rest, delta,
-                distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
-                run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-                heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-                MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
-                DROPOUT, False, True, WIDE, PRECISION, 1, True,
-            )  # fmt: skip
-            tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=inside_v)
+    found_k, found_v = _walk_queries(  # pyright: ignore[reportGeneralTypeIssues]
+        of_k, of_v, j, b, g, first_listed, key_tiles, q, q_batch, q_head, q_token, dout, dout_batch, dout_head,
+        dout_token, q_described, dout_described, top, rest, delta,
+        distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+        run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+        heads, group, queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+        MAPS_HEADS, TILE, ROWS, QUERIES, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS,
+        DROPOUT, DK, DV, WIDE, PRECISION, STAGES, PATCH_STAGES, CAREFUL,
+    )  # fmt: skip
+    if FLAGS and not CAREFUL:
+        spoiled = tl.max(is_non_finite(found_k).to(tl.int32)) | tl.max(is_non_finite(found_v).to(tl.int32))
+        tl.store(flags + tl.program_id(0), spoiled)
+    if DK:
+        tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=inside_k)
+    if DV:
+        tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=inside_v)
 
 
 @triton.jit
@@ -324,7 +295,7 @@ def _walk_queries(
     MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, PATCH: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the keys, without scale, and of the values, over the tiles of queries of their lists."""
     found_k = tl.zeros([ROWS, DIM_PADDED if DK else 1], tl.float32)
@@ -357,7 +328,7 @@ def _walk_queries(
                 )  # fmt: skip
         steps: tl.constexpr = TILE // PATCH
         begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
-        for step in tl.range(begin * steps, end * steps, num_stages=1 if WIDE else min(STAGES, 2)):
+        for step in tl.range(begin * steps, end * steps, num_stages=PATCH_STAGES):
             i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
             pattern = tl.load(patch_pattern + step // steps)
             of_q = block_of(

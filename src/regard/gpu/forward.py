@@ -6,8 +6,9 @@ The softmax is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867; D
 Programs are started by the list in which the query tiles with the most keys come first, so the last ones are short,
 whatever the mask.
 
-A hidden value that is not finite reaches its row, as 0 * NaN is NaN. So rows whose sums are not finite are walked a
-second time, with care: such values are then added to the rows that see them alone.
+A hidden value that is not finite reaches its row, as 0 * NaN is NaN. So tiles whose sums are not finite are computed a
+second time, with care: such values are then added to the rows that see them alone. That is another start of the kernel,
+whose programs mostly return at once: in one program, the products of both would wait for each other.
 
 A row's bits depend on its query, its keys and their positions: one program computes a row, in the order of the keys.
 """
@@ -31,7 +32,7 @@ from regard.gpu.tokens import block_of
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def forward(
-    q, k, v, out, lse, sink, k_described, v_described,
+    q, k, v, out, lse, sink, flags, k_described, v_described,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, out_batch, out_head, out_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
@@ -39,7 +40,7 @@ def forward(
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REPAIR: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """out [batch, heads, queries, v_dim] and lse [batch, heads, queries], float32, natural logarithm.
 
@@ -52,8 +53,9 @@ def forward(
         KEYS, PATCH: keys computed at once in FULL and in PARTIAL tiles; TILE is a multiple of both.
         WIDE: whether products take float32 operands, for float32 and for the interpreter, which has no bf16 products.
         PRECISION: of products of float32 operands, as `tl.dot` names it.
-        REPAIR: whether out and lse have what another kernel computed, and only rows in which something is not finite
-            are computed, with the others of their program.
+        CAREFUL: whether out and lse are there, and only tiles in which something is not finite are computed.
+        FLAGS: whether `flags` has an int32 for each program, whether its sums are not finite: set, and where CAREFUL
+            read; if not, CAREFUL programs look at their rows of out and lse.
     """
     row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
         tl.program_id(0), order, batch, heads, 1, tl.cdiv(queries, TILE), section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
@@ -65,9 +67,12 @@ def forward(
     out_at = base_out + i[:, None].to(tl.int64) * out_token + cv[None, :]
     lse_at = lse + row.to(tl.int64) * queries + i
     inside = (i[:, None] < queries) & (cv[None, :] < V_DIM)
-    if REPAIR:
-        spoiled = tl.max(is_non_finite(tl.load(out_at, mask=inside, other=0.0)).to(tl.int32))
-        spoiled |= tl.max(is_non_finite(tl.load(lse_at, mask=i < queries, other=0.0)).to(tl.int32))
+    if CAREFUL:
+        if FLAGS:
+            spoiled = tl.load(flags + tl.program_id(0))
+        else:
+            spoiled = tl.max(is_non_finite(tl.load(out_at, mask=inside, other=0.0)).to(tl.int32))
+            spoiled |= tl.max(is_non_finite(tl.load(lse_at, mask=i < queries, other=0.0)).to(tl.int32))
         if spoiled == 0:
             return
     of_q = q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
@@ -78,29 +83,25 @@ def forward(
     base_v = v + b.to(tl.int64) * v_batch + (h // group).to(tl.int64) * v_head
     base_bias = bias + b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head if BIAS else bias
     base_distance = distance + h.to(tl.int64) * distance_head if DISTANCE else distance
-    if REPAIR:
-        again = True
-    else:
-        top, total, sums = _walk(  # pyright: ignore[reportGeneralTypeIssues]
-            rows, i, row, b, h // group, listed, base_k, k_token, base_v, v_token, k_described, v_described,
-            base_distance, base_bias, bias_query, bias_key,
-            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-            queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-            TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
-            WIDE, PRECISION, STAGES, False,
-        )  # fmt: skip
-        _store(out_at, lse_at, sink + h, top, total, sums, i, inside, queries, SOFTCAP or DISTANCE or BIAS, SINK)
-        again = tl.max(is_non_finite(sums).to(tl.int32)) > 0
-    if again:
-        top, total, sums = _walk(  # pyright: ignore[reportGeneralTypeIssues]
-            rows, i, row, b, h // group, listed, base_k, k_token, base_v, v_token, None, None,
-            base_distance, base_bias, bias_query, bias_key,
-            run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-            queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-            TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
-            WIDE, PRECISION, 1, True,
-        )  # fmt: skip
-        _store(out_at, lse_at, sink + h, top, total, sums, i, inside, queries, SOFTCAP or DISTANCE or BIAS, SINK)
+    top, total, sums = _walk(  # pyright: ignore[reportGeneralTypeIssues]
+        rows, i, row, b, h // group, listed, base_k, k_token, base_v, v_token, k_described, v_described,
+        base_distance, base_bias, bias_query, bias_key,
+        run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+        queries, keys, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+        TILE, ROWS, KEYS, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT,
+        WIDE, PRECISION, STAGES, PATCH_STAGES, CAREFUL,
+    )  # fmt: skip
+    if FLAGS and not CAREFUL:
+        tl.store(flags + tl.program_id(0), tl.max(is_non_finite(sums).to(tl.int32)))
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    if not (SOFTCAP or DISTANCE or BIAS):
+        top = top / LOG2E
+    natural = tl.where(empty, float("-inf"), top + tl.log2(total) / LOG2E)
+    if SINK:
+        total = total + tl.where(empty, 0.0, tl.exp2((tl.load(sink + h).to(tl.float32) - top) * LOG2E))
+    tl.store(lse_at, natural, mask=i < queries)
+    tl.store(out_at, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def _walk(
     TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SOFTCAP: tl.constexpr,
     DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The maximum, total and sums of the rows over the key tiles of their list."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -137,7 +138,7 @@ def _walk(
         last = tl.where(whole < stop, whole, last)
     begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
     steps: tl.constexpr = TILE // PATCH
-    for step in tl.range(begin * steps, end * steps + cut, num_stages=1 if WIDE else min(STAGES, 2)):
+    for step in tl.range(begin * steps, end * steps + cut, num_stages=PATCH_STAGES):
         patched = step < end * steps
         patch = step // steps
         at_edge = last + (step - end * steps) * PATCH
@@ -206,18 +207,3 @@ def _step(
         of_v = tl.where(bad, 0.0, of_v)
     sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
     return above, total, sums
-
-
-@triton.jit
-def _store(out_at, lse_at, sink, top, total, sums, i, inside, queries, NATURAL: tl.constexpr, SINK: tl.constexpr):
-    """Write out and lse of the rows; NATURAL: whether the maximum is that of the scores, not times LOG2E."""
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    if not NATURAL:
-        top = top / LOG2E
-    natural = tl.where(empty, float("-inf"), top + tl.log2(total) / LOG2E)
-    if SINK:
-        column = tl.load(sink).to(tl.float32)
-        total = total + tl.where(empty, 0.0, tl.exp2((column - top) * LOG2E))
-    tl.store(lse_at, natural, mask=i < queries)
-    tl.store(out_at, (sums / total[:, None]).to(out_at.dtype.element_ty), mask=inside)

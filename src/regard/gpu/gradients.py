@@ -15,7 +15,7 @@ from regard.gpu.launch import (
     constants,
     descriptors,
     keys_blocks,
-    launch,
+    launch_twice,
     padded,
     placed,
     queries_blocks,
@@ -98,14 +98,14 @@ def of_queries(
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if bias_wanted and i.bias is not None else None
     into = placed(dbias) if dbias is not None else (rows.delta, 0, 0, 0, 0)
     blocks = blocks_of(queries_blocks, i)
-    launch(
-        gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        *(i.q, i.k, i.v, *rows, dq, *descriptors(blocks, i.k, i.v)),
+    launch_twice(
+        gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None,
+        (i.q, i.k, i.v, *rows, dq),
+        *descriptors(blocks, i.k, i.v),
         *(stride for t in (i.q, i.k, i.v, rows.dout, dq) for stride in t.stride()[:3]),
         *biases(i, rows.top), rows.delta if ddistance is None else ddistance, *into, *by_query(s, i.q.device),
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
         **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
-        REPAIR=found is not None,
     )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
@@ -137,13 +137,14 @@ def of_keys(
         i.v if dv is None else dv,
     )  # where one is not wanted, the kernel does not write to it
     for which in passes(i, k_wanted, v_wanted):
-        launch(
-            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // blocks.rows, blocks, i.q.device,
-            *(i.q, i.k, i.v, *rows, *into, *descriptors(blocks, i.q, rows.dout)),
+        launch_twice(
+            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // blocks.rows, blocks, s,
+            found is not None, (i.q, i.k, i.v, *rows, *into),
+            *descriptors(blocks, i.q, rows.dout),
             *(stride for t in (i.q, i.k, i.v, rows.dout, *into) for stride in t.stride()[:3]),
             *biases(i, rows.top), *by_key(s, i.q.device), batch, heads, group, queries, keys,
             *(max(1, section(i) // group), call.scale, call.softcap or 0.0, *call.drops),
-            **constants(call, i, blocks), QUERIES=blocks.tokens, REPAIR=found is not None, **which,
+            **constants(call, i, blocks), QUERIES=blocks.tokens, **which,
         )  # fmt: skip
     return None if dk is None else dk.to(i.q.dtype), None if dv is None else dv.to(i.q.dtype)
 

@@ -14,6 +14,7 @@ from regard.gpu.call import Call, Inputs
 from regard.gpu.forward import forward
 from regard.gpu.tables import by_query
 from regard.gpu.tokens import descriptor, is_described
+from regard.plan.schedule import Schedule
 
 CACHE = 24 << 20
 """Bytes of keys and values that programs which run at the same time read: half the L2 cache of an H100."""
@@ -29,7 +30,8 @@ class Blocks(NamedTuple):
     tokens: int  # that meet them at once, in FULL tiles
     patch: int  # and in PARTIAL ones, at most 64
     warps: int
-    stages: int  # blocks of tokens in flight
+    stages: int  # blocks of tokens in flight, in FULL tiles
+    patch_stages: int = 1  # and in PARTIAL ones
 
 
 INTERPRETED = Blocks(128, 64, 64, warps=1, stages=1)
@@ -60,7 +62,7 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
     elif dim > 128:
         blocks = Blocks(64, 32, 32, warps=4 if described else 8, stages=2)
     elif described:
-        blocks = Blocks(128, 64, 64, warps=4, stages=4) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
+        blocks = Blocks(128, 64, 64, warps=4, stages=4, patch_stages=2) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
     else:
         blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
     return fitting(blocks, dim * item, 2 * dim * item, extra, shared)
@@ -77,7 +79,7 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
     elif described and extra:
         blocks = Blocks(64, 32, 32, warps=4, stages=2)
     elif described:
-        blocks = Blocks(64, 64, 64, warps=4, stages=3) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
+        blocks = Blocks(64, 64, 64, warps=4, stages=3, patch_stages=2) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
     else:
         blocks = Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
@@ -88,7 +90,7 @@ def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, de
     if item == 4:
         blocks = float32_blocks(dim, 16)
     elif described and dim <= 128 and not dense:
-        blocks = Blocks(64, 32, 32, warps=4, stages=3 if dim <= 64 else 2)
+        blocks = Blocks(64, 32, 32, warps=4, stages=3 if dim <= 64 else 2, patch_stages=2)
     else:
         rows, tokens = (64, 16) if dim > 128 else (128, 16) if extra else (128, 32)
         blocks = Blocks(rows, tokens, 16, warps=8, stages=2)
@@ -115,7 +117,8 @@ def float32_blocks(dim: int, tokens: int) -> Blocks:
 def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
     """The blocks with so few stages that shared memory holds them; sizes are bytes of a row, a token and a pair."""
     stage = blocks.tokens * (token + blocks.rows * pair)
-    return blocks._replace(stages=max(1, min(blocks.stages, (shared - blocks.rows * row) // stage)))
+    stages = max(1, min(blocks.stages, (shared - blocks.rows * row) // stage))
+    return blocks._replace(stages=stages, patch_stages=min(blocks.patch_stages, stages))
 
 
 def blocks_of(of: Callable[..., Blocks], i: Inputs) -> Blocks:
@@ -164,14 +167,15 @@ def run(call: Call, i: Inputs, found: tuple[Tensor, Tensor] | None = None) -> tu
     q, scale = i.q, call.scale
     if scale <= 0 and call.softcap is None and i.distance is None and i.bias is None:
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    launch(
-        forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, q.device,
-        *(q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse, *descriptors(blocks, i.k, i.v)),
+    launch_twice(
+        forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None,
+        (q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
+        *descriptors(blocks, i.k, i.v),
         *(stride for t in (q, i.k, i.v, out) for stride in t.stride()[:3]),
         *biases(i, lse),
         *tables,
         *(batch, heads, heads // kv_heads, queries, keys, section(i), scale, call.softcap or 0.0, *call.drops),
-        **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None, REPAIR=found is not None,
+        **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None,
     )  # fmt: skip
     return out.to(i.q.dtype), lse
 
@@ -186,6 +190,26 @@ def empty_output(q: Tensor, v_dim: int) -> Tensor:
     shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
     out = torch.empty(shape, dtype=computed_in(q), device=q.device)
     return out.transpose(1, 2) if by_token else out
+
+
+def launch_twice(
+    kernel: Any, units: int, blocks: Blocks, s: Schedule, is_there: bool, tensors: tuple[Tensor, ...], *arguments: Any,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Run a kernel, and again with care for what is not finite: after the tensors it takes a flag for each program.
+
+    Args:
+        s: without PARTIAL tiles nothing is hidden where it could reach a row.
+        is_there: whether another kernel has computed the results, so that the second run is the only one.
+    """
+    device, flagged = tensors[0].device, len(s.patch_tile) > 0 and not is_there
+    flags = torch.empty(units, dtype=torch.int32, device=device) if flagged else tensors[-1]
+    for careful in (False, True) if flagged else (is_there,):
+        few = blocks._replace(stages=1, patch_stages=1) if careful else blocks
+        launch(
+            kernel, units, few, device, *tensors, flags, *arguments,
+            **constants | {"STAGES": few.stages, "PATCH_STAGES": few.patch_stages, "CAREFUL": careful, "FLAGS": flagged},
+        )  # fmt: skip
 
 
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
