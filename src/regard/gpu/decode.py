@@ -49,7 +49,7 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr, PTX: tl.constexpr,
+    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr, V_PAIRED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -126,13 +126,32 @@ def span(
             at_keys = k + k_at * k_page + g64 * k_head + tile_in_page * k_token
             at_scales = k_scale + k_at * k_scale_page + g64 * k_scale_head
             at_zeros = k_zero + k_at * k_scale_page + g64 * k_scale_head
+            if not IN_KEYS:
+                place, piece = _held(KEYS)
+                t_held = t0 + piece * _piece(KEYS) + place
+                there_held = _is_there(
+                    t_held, start + t_held, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
+                )
+                at_piece = t0 + piece * _piece(KEYS)
+                v_at, v_tile = _placed(
+                    (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row,
+                    V_TABLE, (at_piece + _piece(KEYS) > first) & (at_piece < end),
+                )  # fmt: skip
+                value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS) + place
+                at_values = v_at * v_page + g64 * v_head
+                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token
+                # none of them is copied ahead, so that their way is as long as that of the keys
+                v_scales = _value_scales(
+                    v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
+                    V_PAIRED,
+                )  # fmt: skip
         else:
             keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
             at_keys = k + keys_at * k_page + g64 * k_head + key_places * k_token
             tile_in_page, at_scales, at_zeros, piece_there = key_places, at_keys, at_keys, there
         if CHUNK > 0:
             s = tl.zeros([ROWS, KEYS], tl.float32)
-            for c0 in range(0, DIM, CHUNK):
+            for c0 in tl.static_range(0, DIM, CHUNK):
                 cc = c0 + _channels(tl.arange(0, CHUNK), K_KIND)
                 of_chunk = _keys(
                     at_keys, tile_in_page, k_unit, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
@@ -160,22 +179,9 @@ def span(
             else:
                 of_v = tl.trans(of_k)
         elif coded:
-            place, piece = _held(KEYS)
-            t_held = t0 + piece * _piece(KEYS) + place
-            there_held = _is_there(
-                t_held, start + t_held, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
-            )
-            at_piece = t0 + piece * _piece(KEYS)
-            values_at, v_tile = _placed(
-                (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row, V_TABLE,
-                (at_piece + _piece(KEYS) > first) & (at_piece < end),
-            )  # fmt: skip
-            value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS) + place
             of_v = _coded_values(
-                v + values_at * v_page + g64 * v_head + value_places * v_token, there_held,
-                v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE, V_ALIGNED, PTX,
+                v + at_values + value_places * v_token, v_scales, there_held, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
+                WIDE, V_ALIGNED, PTX,
             )  # fmt: skip
         else:
             values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
@@ -410,8 +416,40 @@ def _keys(
 
 
 @triton.jit
+def _value_scales(
+    scale, zero, there, group,
+    V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Scales of values, and for int4 zero points and both of the high halves of bytes, for each piece of a value.
+
+    Args:
+        PAIRED: whether both halves of a byte have the same scale.
+    """
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
+    piece: tl.constexpr = _piece(size)
+    shape: tl.constexpr = [KEYS // 8, 2, size // piece, 4, 1]
+    if KIND == "int4":
+        c = tl.arange(0, size // piece)[None, None, :, None, None] * piece // 16 * 32  # the first of 16 with a scale
+        inside = there & (c < V_DIM)
+        scale_low = tl.load(scale + c // group, mask=inside, other=0.0)
+        zero_low = tl.load(zero + c // group, mask=inside, other=0.0)
+        if PAIRED:
+            found = scale_low, zero_low, scale_low, zero_low
+        else:
+            c += 16
+            inside = there & (c < V_DIM)
+            scale_high = tl.load(scale + c // group, mask=inside, other=0.0)
+            found = scale_low, zero_low, scale_high, tl.load(zero + c // group, mask=inside, other=0.0)
+    else:
+        # by each thread that needs it, as codes would else be moved to those that have loaded it
+        one = tl.load(tl.broadcast_to(scale, shape), mask=tl.broadcast_to(there, shape), other=0.0)
+        found = one, one, one, one
+    return found
+
+
+@triton.jit
 def _coded_values(
-    base, there, scale, zero, group,
+    base, scales, there,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -422,29 +460,25 @@ def _coded_values(
     count: tl.constexpr = size // piece
     nth = tl.arange(0, count)[None, None, :, None, None]
     n = tl.arange(0, piece // 4)[None, None, None, None, :]
-    begin = nth * piece
     if ALIGNED:
         at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True) + (nth * (piece // 4) + n)
         words = tl.load(at_words, mask=there & (nth * (piece // 4) + n < real_size // 4), other=0)
     else:
         words = tl.zeros([KEYS // 8, 2, count, 4, piece // 4], tl.uint32)
         for i in tl.static_range(4):
-            byte = tl.load(base + begin + (n * 4 + i), mask=there & (begin + n * 4 + i < real_size), other=0)
-            words |= byte.to(tl.uint32) << (8 * i)
+            byte = nth * piece + n * 4 + i
+            words |= tl.load(base + byte, mask=there & (byte < real_size), other=0).to(tl.uint32) << (8 * i)
     shape: tl.constexpr = [KEYS // 8, 2, count, 4, piece]
+    scale_low, zero_low, scale_high, zero_high = scales
     if KIND == "int4":
-        c = begin // 16 * 32  # the first of 16 channels with a scale
-        inside = there & (c < V_DIM)
-        low = tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
-        low = _rounded(low + _loaded(zero + c // group, inside), dtype, WIDE)
-        c += 16
-        inside = there & (c < V_DIM)
-        high = tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
-        high = _rounded(high + _loaded(zero + c // group, inside), dtype, WIDE)
+        low = tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape)
+        low = _rounded(low * scale_low.to(tl.float32) + zero_low.to(tl.float32), dtype, WIDE)
+        high = tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape)
+        high = _rounded(high * scale_high.to(tl.float32) + zero_high.to(tl.float32), dtype, WIDE)
         found = tl.reshape(tl.join(low, high), [KEYS // 16, 2, 2, count, 4, piece, 2])
         found = tl.permute(found, [0, 4, 1, 2, 5, 6, 3])
     else:
-        found = _rounded(_scaled(words, _loaded(scale, there), KIND, shape, PTX), dtype, WIDE)
+        found = _rounded(_scaled(words, scale_low.to(tl.float32), KIND, shape, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [KEYS // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [KEYS, V_DIM_PADDED])
 

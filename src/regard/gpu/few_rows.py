@@ -67,7 +67,7 @@ def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | No
     """
     blocks, dim = preferred_blocks(item, t, rows, shared), max(t.k_dim, t.v_dim)
     # all of q in registers leave too few for decoding large latents
-    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else 0
+    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else 32 if blocks.warps == 1 else 0
     if shared <= AMD:  # which needs no second part of float32: all of these fit
         return SpanBlocks(blocks, chunk)
     fewer_stages = [blocks._replace(stages=n) for n in range(blocks.stages, 0, -1)]
@@ -256,7 +256,8 @@ def _run(
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim), PTX=_ptx(i.q.device),
+                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim),
+                V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
@@ -267,12 +268,16 @@ def _is_aligned(v: Part, v_dim: int) -> bool:
     return all(n % 4 == 0 for n in (v.data.data_ptr(), size, *v.data.stride()[:3]))
 
 
-def _ptx(device: torch.device) -> int:
-    """The compute capability of a GPU of NVIDIA, whose instructions decode codes; 0: only those of all GPUs do."""
+def _ptx(device: torch.device, in_keys: bool) -> int:
+    """Which instructions of NVIDIA's GPUs decode codes: of compute capability 8.0, or of 8.9; 0: those of any GPU.
+
+    The ones of 8.9 make NaN of some bytes, which may be in memory that was never written and is hidden. Keys may be NaN
+    there, but not if they are values, too.
+    """
     if IS_INTERPRETED or torch.version.hip is not None or device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
-    return 89 if (major, minor) >= (8, 9) else 80
+    return 89 if (major, minor) >= (8, 9) and not in_keys else 80
 
 
 def _padded_dims(dim: int, v_dim: int, rest: int, kind: str, v_kind: str) -> tuple[int, int, int]:
