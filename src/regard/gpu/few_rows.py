@@ -67,7 +67,7 @@ def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | No
     """
     blocks, dim = preferred_blocks(item, t, rows, shared), max(t.k_dim, t.v_dim)
     # all of q in registers leave too few for decoding large latents
-    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else 32 if blocks.warps == 1 else 0
+    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else -32 if blocks.warps == 1 else 0
     if shared <= AMD:  # which needs no second part of float32: all of these fit
         return SpanBlocks(blocks, chunk)
     fewer_stages = [blocks._replace(stages=n) for n in range(blocks.stages, 0, -1)]
@@ -256,7 +256,7 @@ def _run(
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim),
+                SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and _is_aligned(v, v_dim),
                 V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
