@@ -36,7 +36,7 @@ OF_ANY_LENGTH = (
 @triton.jit(do_not_specialize=OF_ANY_LENGTH)
 def span(
     q, out, tops, totals, flags,
-    k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
+    k, k_page, k_head, k_token, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     begins, ends, begin, tokens, seen, shown, shown_row, tiles, key_tiles, words,
@@ -49,7 +49,8 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr, WORDS: tl.constexpr, V_PAIRED: tl.constexpr, PTX: tl.constexpr,
+    SHOWN: tl.constexpr, WORDS: tl.constexpr, V_PAIRED: tl.constexpr,
+    V_TOKEN: tl.constexpr, V_SCALES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -67,6 +68,7 @@ def span(
         CAREFUL: whether to compute the programs whose flag is set.
         CHUNK: dimensions that scores are summed over at once, so that all of q need not be in registers; 0: all. If
             negative, of as many at once, in code without a loop, so that all keys are copied ahead.
+        V_TOKEN, V_SCALES: what `v_token` and `v_scale_token` are if values are codes, so that addresses are constants apart.
         WORDS: whether codes are loaded in words of four.
         V_PAIRED: whether the two channels of values that are in a byte of int4 have the same scale.
         PTX: which instructions of NVIDIA's GPUs decode codes, those of compute capability 8.0 or 8.9; 0: none.
@@ -141,9 +143,9 @@ def span(
                     (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row,
                     V_TABLE, (at_piece + _piece(KEYS) > first) & (at_piece < end),
                 )  # fmt: skip
-                value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS) + place
-                at_values = v_at * v_page + g64 * v_head
-                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token
+                value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS)
+                at_values = v_at * v_page + g64 * v_head + value_places * V_TOKEN + place * V_TOKEN
+                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + value_places * V_SCALES + place * V_SCALES
                 # none of them is copied ahead, so that their way is as long as that of the keys
                 v_scales = _value_scales(
                     v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
@@ -157,7 +159,7 @@ def span(
             s = tl.zeros([ROWS, KEYS], tl.float32)
             for c0 in range(0, DIM, CHUNK):
                 s = _with_chunk(
-                    s, q_at, c0, real, at_keys, tile_in_page, k_unit, piece_there, there, at_scales, at_zeros,
+                    s, q_at, c0, real, at_keys, tile_in_page, piece_there, there, at_scales, at_zeros,
                     k_scale_token, k_group, DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PRECISION,
                     WORDS, PTX,
                 )  # fmt: skip
@@ -165,33 +167,33 @@ def span(
             s = tl.zeros([ROWS, KEYS], tl.float32)
             for c0 in tl.static_range(0, DIM, -CHUNK):
                 s = _with_chunk(
-                    s, q_at, c0, real, at_keys, tile_in_page, k_unit, piece_there, there, at_scales, at_zeros,
+                    s, q_at, c0, real, at_keys, tile_in_page, piece_there, there, at_scales, at_zeros,
                     k_scale_token, k_group, DIM, -CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PRECISION,
                     WORDS, PTX,
                 )  # fmt: skip
         else:
             of_k = _keys(
-                at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                at_keys, tile_in_page, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
                 DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
             )  # fmt: skip
             s = tl.dot(rows, of_k, input_precision=PRECISION)
         if REST > 0:
             of_rest = _keys(
-                at_keys, tile_in_page, k_unit, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
+                at_keys, tile_in_page, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
                 k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
             )  # fmt: skip
             s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
         if IN_KEYS:
             if CHUNK > 0:
                 of_v = tl.trans(_keys(
-                    at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                    at_keys, tile_in_page, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
                     DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
                 ))  # fmt: skip
             else:
                 of_v = tl.trans(of_k)
         elif coded:
             of_v = _coded_values(
-                v + at_values + value_places * v_token, v_scales, there_held, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
+                v + at_values, v_scales, there_held, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
                 WIDE, WORDS, PTX,
             )  # fmt: skip
         else:
@@ -236,14 +238,14 @@ def span(
 
 @triton.jit
 def _with_chunk(
-    s, q_at, c0, real, at_keys, tile, k_unit, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+    s, q_at, c0, real, at_keys, tile, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
     DIM: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, K_KIND: tl.constexpr, K_PER_TOKEN: tl.constexpr,
     IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Scores and the product of CHUNK channels from c0 on."""
     of_k = _keys(
-        at_keys, tile, k_unit, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+        at_keys, tile, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
         DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
     )  # fmt: skip
     of_q = _rows(q_at, c0 + _channels(tl.arange(0, CHUNK), K_KIND), real, 0, DIM, WIDE)
@@ -379,7 +381,7 @@ def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
 
 @triton.jit
 def _keys(
-    base, tile, unit, c0, piece_there, there, scale, zero, scale_token, group,
+    base, tile, c0, piece_there, there, scale, zero, scale_token, group,
     DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
     IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -407,7 +409,7 @@ def _keys(
     size: tl.constexpr = 4 if WORDS else 1  # bytes that are loaded as one
     base = (base.to(tl.pointer_type(tl.uint32), bitcast=True) if WORDS else base)[None, None, :, None, None]
     place = h % (16 // piece) * (piece // size) + tl.arange(0, piece // size)[None, None, None, None, :]
-    codes = tl.load(base + n * (unit // size) + place, mask=inside & (n * each < DIM), other=0)
+    codes = tl.load(base + n * (16 // size) + place, mask=inside & (n * each < DIM), other=0)
     shape: tl.constexpr = [COUNT // 8, 2 // each, count, 4, piece]
     if PER_TOKEN:
         y = h % (16 // piece) * piece + tl.arange(0, piece)[None, None, None, None, :]

@@ -102,9 +102,12 @@ def span_memory(cut: SpanBlocks, item: int, t: Tokens) -> int:
     beside what the product of the block before needs, and codes beside what is decoded of them.
     """
     (rows, tokens, _, _, stages), chunk = cut.blocks, cut.chunk
-    wide, k_dim = item == 4, (chunk or t.k_dim) + t.rest
+    wide, k_dim = item == 4, (max(chunk, 0) or t.k_dim) + t.rest
     queries, keys, values = ((2 if wide else 1) * rows * k_dim * item, tokens * k_dim * item, tokens * t.v_dim * item)
     k_codes, v_codes = tokens * k_dim, tokens * t.v_dim
+    if chunk < 0:
+        ahead = tokens * (t.k_dim + t.v_dim) // (2 if t.kind == "int4" else 1) + 32 * t.k_dim
+        return queries + (stages - 1) * ahead + 10 * rows * tokens
     if chunk:
         return max(queries + keys, 4 * v_codes * (2 if wide and t.kind == "int4" else 1))
     if t.in_keys:
@@ -193,6 +196,8 @@ def _is_readable(k: Part, v: Part) -> bool:
 
 
 def _is_contiguous(part: Part) -> bool:
+    if part.tiled and part.data.shape[3] > 1 and part.data.stride(3) != TILE:
+        return False
     tables = [t for t in (part.data, part.scale, part.zero_point, part.table) if t is not None]
     alike = part.zero_point is None or part.scale is None or part.zero_point.stride() == part.scale.stride()
     return alike and all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in tables)
@@ -257,7 +262,9 @@ def _run(
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
                 SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and _is_aligned(v, v_dim),
-                V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group, PTX=_ptx(i.q.device, in_keys),
+                V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group,
+                V_TOKEN=v.data.stride(2) if v.scale is not None else 0,
+                V_SCALES=v.scale.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
@@ -303,12 +310,11 @@ def _blocks(i: Inputs, t: Tokens, rows: int) -> SpanBlocks:
 
 
 def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:
-    """Addresses and strides of keys: tokens of plain ones, 16 tokens and units of codes."""
+    """Addresses and strides of keys: tokens of plain ones, 16 tokens of codes."""
     data, scale = part.data, part.scale
-    unit = data.stride(3) if part.tiled else 1
     steps = (0, 0, 0) if scale is None else scale.stride()[:3]
     scales = (nothing if scale is None else scale, nothing if part.zero_point is None else part.zero_point)
-    return data, *data.stride()[:3], unit, *scales, *steps, *_table(part, nothing)
+    return data, *data.stride()[:3], *scales, *steps, *_table(part, nothing)
 
 
 def _values(part: Part, nothing: Tensor) -> tuple[Any, ...]:
