@@ -36,7 +36,7 @@ OF_ANY_LENGTH = (
 @triton.jit(do_not_specialize=OF_ANY_LENGTH)
 def span(
     q, out, tops, totals, flags,
-    k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
+    k, k_page, k_head, k_token, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     begins, ends, begin, tokens, seen, shown, shown_row, tiles, key_tiles, words,
@@ -49,7 +49,8 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr, V_ALIGNED: tl.constexpr, PTX: tl.constexpr,
+    SHOWN: tl.constexpr, WORDS: tl.constexpr, V_PAIRED: tl.constexpr,
+    V_TOKEN: tl.constexpr, V_SCALES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -65,7 +66,12 @@ def span(
         IN_KEYS: whether values are the first DIM channels of keys; those of `v` are then not read.
         flags: int32 for each program, whether its sums are not finite: set if FLAGS.
         CAREFUL: whether to compute the programs whose flag is set.
-        CHUNK: dimensions that scores are summed over at once, so that all of q need not be in registers; 0: all.
+        CHUNK: dimensions that scores are summed over at once, so that all of q need not be in registers; 0: all. If
+            negative, of as many at once, in code without a loop, so that all keys are copied ahead.
+        V_TOKEN, V_SCALES: what `v_token` and `v_scale_token` are if values are codes, so that addresses are constants apart.
+        WORDS: whether codes are loaded in words of four.
+        V_PAIRED: whether the two channels of values that are in a byte of int4 have the same scale.
+        PTX: which instructions of NVIDIA's GPUs decode codes, those of compute capability 8.0 or 8.9; 0: none.
         UNION: the intervals of keys that each batch row sees, 1 or 2, if they are in `seen`, int64 [UNION, 2, batch] with the
             first key and one past the last; 0 if `tiles` has the mask. There is one query, and no hidden key is read.
     """
@@ -126,6 +132,25 @@ def span(
             at_keys = k + k_at * k_page + g64 * k_head + tile_in_page * k_token
             at_scales = k_scale + k_at * k_scale_page + g64 * k_scale_head
             at_zeros = k_zero + k_at * k_scale_page + g64 * k_scale_head
+            if not IN_KEYS:
+                place, piece = _held(KEYS)
+                t_held = t0 + piece * _piece(KEYS) + place
+                there_held = _is_there(
+                    t_held, start + t_held, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
+                )
+                at_piece = t0 + piece * _piece(KEYS)
+                v_at, v_tile = _placed(
+                    (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row,
+                    V_TABLE, (at_piece + _piece(KEYS) > first) & (at_piece < end),
+                )  # fmt: skip
+                value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS)
+                at_values = v_at * v_page + g64 * v_head + value_places * V_TOKEN + place * V_TOKEN
+                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + value_places * V_SCALES + place * V_SCALES
+                # none of them is copied ahead, so that their way is as long as that of the keys
+                v_scales = _value_scales(
+                    v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
+                    V_PAIRED,
+                )  # fmt: skip
         else:
             keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
             at_keys = k + keys_at * k_page + g64 * k_head + key_places * k_token
@@ -133,49 +158,43 @@ def span(
         if CHUNK > 0:
             s = tl.zeros([ROWS, KEYS], tl.float32)
             for c0 in range(0, DIM, CHUNK):
-                cc = c0 + _channels(tl.arange(0, CHUNK), K_KIND)
-                of_chunk = _keys(
-                    at_keys, tile_in_page, k_unit, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
+                s = _with_chunk(
+                    s, q_at, c0, real, at_keys, tile_in_page, piece_there, there, at_scales, at_zeros,
+                    k_scale_token, k_group, DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PRECISION,
+                    WORDS, PTX,
                 )  # fmt: skip
-                s = tl.dot(_rows(q_at, cc, real, 0, DIM, WIDE), of_chunk, s, input_precision=PRECISION)
+        elif CHUNK < 0:
+            s = tl.zeros([ROWS, KEYS], tl.float32)
+            for c0 in tl.static_range(0, DIM, -CHUNK):
+                s = _with_chunk(
+                    s, q_at, c0, real, at_keys, tile_in_page, piece_there, there, at_scales, at_zeros,
+                    k_scale_token, k_group, DIM, -CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PRECISION,
+                    WORDS, PTX,
+                )  # fmt: skip
         else:
             of_k = _keys(
-                at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
+                at_keys, tile_in_page, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
             )  # fmt: skip
             s = tl.dot(rows, of_k, input_precision=PRECISION)
         if REST > 0:
             of_rest = _keys(
-                at_keys, tile_in_page, k_unit, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
-                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
+                at_keys, tile_in_page, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
+                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
             )  # fmt: skip
             s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
         if IN_KEYS:
             if CHUNK > 0:
                 of_v = tl.trans(_keys(
-                    at_keys, tile_in_page, k_unit, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PTX,
+                    at_keys, tile_in_page, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
                 ))  # fmt: skip
             else:
                 of_v = tl.trans(of_k)
         elif coded:
-            place, piece = _held(KEYS)
-            t_held = t0 + piece * _piece(KEYS) + place
-            there_held = _is_there(
-                t_held, start + t_held, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
-            )
-            at_piece = t0 + piece * _piece(KEYS)
-            values_at, v_tile = _placed(
-                (t0 + v_first) // 16 + piece // (16 // _piece(KEYS)), v_page_tokens // 16, v_table, b64, v_row, V_TABLE,
-                (at_piece + _piece(KEYS) > first) & (at_piece < end),
-            )  # fmt: skip
-            value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS) + place
             of_v = _coded_values(
-                v + values_at * v_page + g64 * v_head + value_places * v_token, there_held,
-                v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-                v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype, WIDE, V_ALIGNED, PTX,
+                v + at_values, v_scales, there_held, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
+                WIDE, WORDS, PTX,
             )  # fmt: skip
         else:
             values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
@@ -215,6 +234,22 @@ def span(
     tl.store(out + at[:, None] * V_DIM + cv[None, :], sums / total[:, None], mask=real[:, None] & (cv[None, :] < V_DIM))
     if FLAGS:
         tl.store(flags + program, tl.max(is_non_finite(sums).to(tl.int32)))
+
+
+@triton.jit
+def _with_chunk(
+    s, q_at, c0, real, at_keys, tile, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+    DIM: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, K_KIND: tl.constexpr, K_PER_TOKEN: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Scores and the product of CHUNK channels from c0 on."""
+    of_k = _keys(
+        at_keys, tile, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
+        DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
+    )  # fmt: skip
+    of_q = _rows(q_at, c0 + _channels(tl.arange(0, CHUNK), K_KIND), real, 0, DIM, WIDE)
+    return tl.dot(of_q, of_k, s, input_precision=PRECISION)
 
 
 @triton.jit
@@ -346,9 +381,9 @@ def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
 
 @triton.jit
 def _keys(
-    base, tile, unit, c0, piece_there, there, scale, zero, scale_token, group,
+    base, tile, c0, piece_there, there, scale, zero, scale_token, group,
     DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
-    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """COUNT channels of keys from c0 on, [dim, keys], in the type of the call, those before DIM.
 
@@ -370,10 +405,11 @@ def _keys(
     h = tl.arange(0, count)[None, None, :, None, None]
     x = tl.arange(0, 4)[None, None, None, :, None]
     n = c0 // each + (r * 4 + x) * (2 // each) + byte
-    place = h % (16 // piece) * (piece // 4) + tl.arange(0, piece // 4)[None, None, None, None, :]
-    at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True)[None, None, :, None, None] + n * (unit // 4) + place
     inside = piece_there[None, None, :, None, None]
-    words = tl.load(at_words, mask=inside & (n * each < DIM), other=0)
+    size: tl.constexpr = 4 if WORDS else 1  # bytes that are loaded as one
+    base = (base.to(tl.pointer_type(tl.uint32), bitcast=True) if WORDS else base)[None, None, :, None, None]
+    place = h % (16 // piece) * (piece // size) + tl.arange(0, piece // size)[None, None, None, None, :]
+    codes = tl.load(base + n * (16 // size) + place, mask=inside & (n * each < DIM), other=0)
     shape: tl.constexpr = [COUNT // 8, 2 // each, count, 4, piece]
     if PER_TOKEN:
         y = h % (16 // piece) * piece + tl.arange(0, piece)[None, None, None, None, :]
@@ -400,77 +436,117 @@ def _keys(
         else:
             scale_low = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
     if KIND == "int4":
-        low = _rounded(tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * scale_low + zero_low, dtype, WIDE)
-        high = _rounded(tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * scale_high + zero_high, dtype, WIDE)
+        low, high = _halves_of_bytes(codes, shape, WORDS, PTX)
+        low = _rounded(low * scale_low + zero_low, dtype, WIDE)
+        high = _rounded(high * scale_high + zero_high, dtype, WIDE)
         found = tl.permute(tl.reshape(tl.join(low, high), [COUNT // 16, 2, count, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
     else:
-        found = _rounded(_scaled(words, scale_low, KIND, shape, PTX), dtype, WIDE)
+        found = _rounded(_scaled(codes, scale_low, KIND, shape, WORDS, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [COUNT, KEYS])
 
 
 @triton.jit
+def _value_scales(
+    scale, zero, there, group,
+    V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Scales of values, and for int4 zero points and both of the high halves of bytes, for each piece of a value.
+
+    Args:
+        PAIRED: whether both halves of a byte have the same scale.
+    """
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
+    piece: tl.constexpr = _piece(size)
+    shape: tl.constexpr = [KEYS // 8, 2, size // piece, 4, 1]
+    if KIND == "int4":
+        c = tl.arange(0, size // piece)[None, None, :, None, None] * piece // 16 * 32  # the first of 16 with a scale
+        inside = there & (c < V_DIM)
+        scale_low = tl.load(scale + c // group, mask=inside, other=0.0)
+        zero_low = tl.load(zero + c // group, mask=inside, other=0.0)
+        if PAIRED:
+            found = scale_low, zero_low, scale_low, zero_low
+        else:
+            c += 16
+            inside = there & (c < V_DIM)
+            scale_high = tl.load(scale + c // group, mask=inside, other=0.0)
+            found = scale_low, zero_low, scale_high, tl.load(zero + c // group, mask=inside, other=0.0)
+    else:
+        # by each thread that needs it, as codes would else be moved to those that have loaded it
+        one = tl.load(tl.broadcast_to(scale, shape), mask=tl.broadcast_to(there, shape), other=0.0)
+        found = one, one, one, one
+    return found
+
+
+@triton.jit
 def _coded_values(
-    base, there, scale, zero, group,
+    base, scales, there,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
-    WIDE: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr,
+    WIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values [keys, dim] in the type of the call; addresses are those of the tokens that `_held` names."""
     size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
     real_size: tl.constexpr = (V_DIM + 31) // 32 * 16 if KIND == "int4" else V_DIM
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
-    nth = tl.arange(0, count)[None, None, :, None, None]
-    n = tl.arange(0, piece // 4)[None, None, None, None, :]
-    begin = nth * piece
-    if ALIGNED:
-        at_words = base.to(tl.pointer_type(tl.uint32), bitcast=True) + (nth * (piece // 4) + n)
-        words = tl.load(at_words, mask=there & (nth * (piece // 4) + n < real_size // 4), other=0)
-    else:
-        words = tl.zeros([KEYS // 8, 2, count, 4, piece // 4], tl.uint32)
-        for i in tl.static_range(4):
-            byte = tl.load(base + begin + (n * 4 + i), mask=there & (begin + n * 4 + i < real_size), other=0)
-            words |= byte.to(tl.uint32) << (8 * i)
+    each: tl.constexpr = 4 if WORDS else 1  # bytes that are loaded as one
+    n = tl.arange(0, count)[None, None, :, None, None] * (piece // each)
+    n += tl.arange(0, piece // each)[None, None, None, None, :]
+    base = base.to(tl.pointer_type(tl.uint32), bitcast=True) if WORDS else base
+    codes = tl.load(base + n, mask=there & (n < real_size // each), other=0)
     shape: tl.constexpr = [KEYS // 8, 2, count, 4, piece]
+    scale_low, zero_low, scale_high, zero_high = scales
     if KIND == "int4":
-        c = begin // 16 * 32  # the first of 16 channels with a scale
-        inside = there & (c < V_DIM)
-        low = tl.reshape(_bytes(words & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
-        low = _rounded(low + _loaded(zero + c // group, inside), dtype, WIDE)
-        c += 16
-        inside = there & (c < V_DIM)
-        high = tl.reshape(_bytes(words >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape) * _loaded(scale + c // group, inside)
-        high = _rounded(high + _loaded(zero + c // group, inside), dtype, WIDE)
+        low, high = _halves_of_bytes(codes, shape, WORDS, PTX)
+        low = _rounded(low * scale_low.to(tl.float32) + zero_low.to(tl.float32), dtype, WIDE)
+        high = _rounded(high * scale_high.to(tl.float32) + zero_high.to(tl.float32), dtype, WIDE)
         found = tl.reshape(tl.join(low, high), [KEYS // 16, 2, 2, count, 4, piece, 2])
         found = tl.permute(found, [0, 4, 1, 2, 5, 6, 3])
     else:
-        found = _rounded(_scaled(words, _loaded(scale, there), KIND, shape, PTX), dtype, WIDE)
+        found = _rounded(_scaled(codes, scale_low.to(tl.float32), KIND, shape, WORDS, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [KEYS // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [KEYS, V_DIM_PADDED])
 
 
 @triton.jit
-def _scaled(words, scale, KIND: tl.constexpr, shape: tl.constexpr, PTX: tl.constexpr):
-    """Codes of 8 bits, four in a word, times their scales, float32.
+def _scaled(codes, scale, KIND: tl.constexpr, shape: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """Codes of 8 bits, alone or four in a word, times their scales, float32.
 
     The bits of e4m3 numbers, moved, are those of float16 that are 256 times smaller; two of them are moved at once.
     """
-    if KIND == "int8":
-        found = _bytes(words ^ 0x80808080, 8388736.0, PTX)
+    if not WORDS:
+        if KIND == "int8":
+            found = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            found, _ = _halves(((codes & 0x80).to(tl.uint32) << 8) | ((codes & 0x7F).to(tl.uint32) << 7))
+            scale *= 256.0
+    elif KIND == "int8":
+        found = _bytes(codes ^ 0x80808080, 8388736.0, PTX)
     elif PTX >= 89:
         low, high = tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r", [words], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+            "=r,=r,r", [codes], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
         a, b = _halves(low)
         c, d = _halves(high)
         found = _in_order(a, b, c, d)
     else:
-        a, c = _halves((words << 8 & 0x80008000) | ((words << 7) & 0x3F803F80))
-        b, d = _halves((words & 0x80008000) | ((words >> 1) & 0x3F803F80))
+        a, c = _halves((codes << 8 & 0x80008000) | (codes << 7 & 0x3F803F80))
+        b, d = _halves((codes & 0x80008000) | (codes >> 1 & 0x3F803F80))
         found = _in_order(a, b, c, d)
         scale *= 256.0
     return tl.reshape(found, shape) * scale
+
+
+@triton.jit
+def _halves_of_bytes(codes, shape: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """The low and the high halves of bytes, alone or four in a word, float32."""
+    if WORDS:
+        low = tl.reshape(_bytes(codes & 0x0F0F0F0F, 8388608.0, PTX), shape)
+        high = tl.reshape(_bytes(codes >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape)
+    else:
+        low, high = (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
+    return low, high
 
 
 @triton.jit

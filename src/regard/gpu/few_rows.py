@@ -67,7 +67,7 @@ def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | No
     """
     blocks, dim = preferred_blocks(item, t, rows, shared), max(t.k_dim, t.v_dim)
     # all of q in registers leave too few for decoding large latents
-    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else 0
+    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else -32 if blocks.warps == 1 else 0
     if shared <= AMD:  # which needs no second part of float32: all of these fit
         return SpanBlocks(blocks, chunk)
     fewer_stages = [blocks._replace(stages=n) for n in range(blocks.stages, 0, -1)]
@@ -102,9 +102,12 @@ def span_memory(cut: SpanBlocks, item: int, t: Tokens) -> int:
     beside what the product of the block before needs, and codes beside what is decoded of them.
     """
     (rows, tokens, _, _, stages), chunk = cut.blocks, cut.chunk
-    wide, k_dim = item == 4, (chunk or t.k_dim) + t.rest
+    wide, k_dim = item == 4, (max(chunk, 0) or t.k_dim) + t.rest
     queries, keys, values = ((2 if wide else 1) * rows * k_dim * item, tokens * k_dim * item, tokens * t.v_dim * item)
     k_codes, v_codes = tokens * k_dim, tokens * t.v_dim
+    if chunk < 0:
+        ahead = tokens * (t.k_dim + t.v_dim) // (2 if t.kind == "int4" else 1) + 32 * t.k_dim
+        return queries + (stages - 1) * ahead + 10 * rows * tokens
     if chunk:
         return max(queries + keys, 4 * v_codes * (2 if wide and t.kind == "int4" else 1))
     if t.in_keys:
@@ -193,6 +196,8 @@ def _is_readable(k: Part, v: Part) -> bool:
 
 
 def _is_contiguous(part: Part) -> bool:
+    if part.tiled and part.data.shape[3] > 1 and part.data.stride(3) != TILE:
+        return False
     tables = [t for t in (part.data, part.scale, part.zero_point, part.table) if t is not None]
     alike = part.zero_point is None or part.scale is None or part.zero_point.stride() == part.scale.stride()
     return alike and all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in tables)
@@ -256,7 +261,10 @@ def _run(
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None, V_ALIGNED=_is_aligned(v, v_dim), PTX=_ptx(i.q.device),
+                SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and _is_aligned(v, v_dim),
+                V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group,
+                V_TOKEN=v.data.stride(2) if v.scale is not None else 0,
+                V_SCALES=v.scale.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
@@ -267,12 +275,16 @@ def _is_aligned(v: Part, v_dim: int) -> bool:
     return all(n % 4 == 0 for n in (v.data.data_ptr(), size, *v.data.stride()[:3]))
 
 
-def _ptx(device: torch.device) -> int:
-    """The compute capability of a GPU of NVIDIA, whose instructions decode codes; 0: only those of all GPUs do."""
+def _ptx(device: torch.device, in_keys: bool) -> int:
+    """Which instructions of NVIDIA's GPUs decode codes: of compute capability 8.0, or of 8.9; 0: those of any GPU.
+
+    The ones of 8.9 make NaN of some bytes, which may be in memory that was never written and is hidden. Keys may be NaN
+    there, but not if they are values, too.
+    """
     if IS_INTERPRETED or torch.version.hip is not None or device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
-    return 89 if (major, minor) >= (8, 9) else 80
+    return 89 if (major, minor) >= (8, 9) and not in_keys else 80
 
 
 def _padded_dims(dim: int, v_dim: int, rest: int, kind: str, v_kind: str) -> tuple[int, int, int]:
@@ -298,12 +310,11 @@ def _blocks(i: Inputs, t: Tokens, rows: int) -> SpanBlocks:
 
 
 def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:
-    """Addresses and strides of keys: tokens of plain ones, 16 tokens and units of codes."""
+    """Addresses and strides of keys: tokens of plain ones, 16 tokens of codes."""
     data, scale = part.data, part.scale
-    unit = data.stride(3) if part.tiled else 1
     steps = (0, 0, 0) if scale is None else scale.stride()[:3]
     scales = (nothing if scale is None else scale, nothing if part.zero_point is None else part.zero_point)
-    return data, *data.stride()[:3], unit, *scales, *steps, *_table(part, nothing)
+    return data, *data.stride()[:3], *scales, *steps, *_table(part, nothing)
 
 
 def _values(part: Part, nothing: Tensor) -> tuple[Any, ...]:
