@@ -75,7 +75,7 @@ def variants() -> list[Variant]:
         Variant("forward", "bf16", 256),
         *(Variant(name, "bf16", dim, ("CAREFUL",)) for name in names[:3] for dim in (64, 128)),
         Variant("gradient_of_values", "bf16", 128, ("CAREFUL",)),
-        Variant("products", "bf16", 128),
+        Variant("prepare_rows", "bf16", 128),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
         *(Variant("far_rows", "fp32", dim, ("DISTANCE", "SOFTCAP")) for dim in (64, 256)),
         Variant("sweep", "bf16", 128),
@@ -139,8 +139,8 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
-    from regard.gpu.gradients import PRODUCT_ROWS, has_one_pass
-    from regard.gpu.products import products
+    from regard.gpu.gradients import PREPARED_ROWS, has_one_pass
+    from regard.gpu.rows import prepare_rows
     from regard.gpu.totals import far_blocks
 
     if variant.kernel == "span":
@@ -148,9 +148,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     if variant.kernel == "merge":
         sizes = {"V_DIM": variant.dim, "V_DIM_PADDED": variant.dim, "SINK": True}
         return merge, launch.Blocks(1, 1, 1, warps=4, stages=3), sizes
-    if variant.kernel == "products":
-        sizes = {"ROWS": PRODUCT_ROWS, "DIM": variant.dim, "DIM_PADDED": variant.dim}
-        return products, launch.Blocks(PRODUCT_ROWS, 1, 1, warps=4, stages=3), sizes
+    if variant.kernel == "prepare_rows":
+        sizes = {"ROWS": PREPARED_ROWS, "DIM": variant.dim, "DIM_PADDED": variant.dim}
+        return prepare_rows, launch.Blocks(PREPARED_ROWS, 1, 1, warps=4, stages=3), sizes
     if variant.kernel == "sweep":
         return _sweep(variant, chip)
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
@@ -244,7 +244,7 @@ def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
 FLOATS = {"lse", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
-TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv", "x", "y"}
+TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
 
 
 def _type(name: str, variant: Variant) -> str:
@@ -264,7 +264,7 @@ def _type(name: str, variant: Variant) -> str:
             return f"*{of[name]}"
     if name in TENSORS:
         return f"*{dtype}"
-    kinds = {"words": "*i64", "sums": "*fp32", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
+    kinds = {"words": "*i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
     return "*fp32" if name in FLOATS else "*i32" if name in LISTS or name == "flags" else kinds.get(name, "i32")
 
 

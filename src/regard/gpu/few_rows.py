@@ -101,7 +101,7 @@ def span_memory(cut: SpanBlocks, item: int, t: Tokens) -> int:
     Products of float32 are of two parts, so queries are there twice. Blocks of tokens that are loaded ahead are there
     beside what the product of the block before needs, and codes beside what is decoded of them.
     """
-    (rows, tokens, _, _, stages), chunk = cut.blocks, cut.chunk
+    (rows, tokens, _, _, stages, _), chunk = cut.blocks, cut.chunk
     wide, k_dim = item == 4, (max(chunk, 0) or t.k_dim) + t.rest
     queries, keys, values = ((2 if wide else 1) * rows * k_dim * item, tokens * k_dim * item, tokens * t.v_dim * item)
     k_codes, v_codes = tokens * k_dim, tokens * t.v_dim

@@ -1,6 +1,6 @@
 """The gradients of a call: starts the backward kernels, those of which a gradient is wanted."""
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,42 +20,47 @@ from regard.gpu.launch import (
     placed,
     queries_blocks,
     section,
+    start,
     started,
 )
-from regard.gpu.products import products
+from regard.gpu.rows import prepare_rows
 from regard.gpu.tables import by_key, by_query
 from regard.gpu.tokens import is_described
 from regard.gpu.totals import LOG2E, Totals, totals
 from regard.state import State
 
-
-PRODUCT_ROWS = 32
-"""Rows of a program of `products`."""
+PREPARED_ROWS = 32
+"""Rows of a program of `prepare_rows`."""
 
 
 class Rows(NamedTuple):
-    """What the kernels read of each row besides the inputs."""
+    """What the kernels read of each row besides the inputs; a row of a query that is not there has no weight."""
 
     dout: Tensor  # [batch, heads, queries, v_dim]
-    top: Tensor  # float32 [batch, heads, queries rounded up to whole tiles], as the next two; see `rows_of`
-    rest: Tensor
+    top: Tensor  # float32 [batch, heads, queries rounded up to whole tiles], as the next two: the log-sum-exp in base 2
+    rest: Tensor  # beside biases, top and rest are those of `Totals`; else it is not read
     delta: Tensor  # what is subtracted from the gradient of each weight
 
+    def with_totals(self, total: Totals) -> "Rows":
+        """The same with another log-sum-exp."""
+        more = 0, self.top.shape[2] - total.top.shape[2]
+        top = F.pad(total.top.masked_fill(total.top == -torch.inf, torch.inf), more, value=torch.inf)
+        if total.rest is None:
+            return self._replace(top=(top * LOG2E).contiguous())
+        return self._replace(top=top.contiguous(), rest=F.pad(total.rest, more).contiguous())
 
-def rows_of(call: Call, i: Inputs, dout: Tensor, total: Totals, delta: Tensor) -> Rows:
-    """The rows as the kernels read them, without asking whether a query is there.
 
-    With biases, `top` and `rest` are those of the total; else `top` is the log-sum-exp in base 2, and `rest` is not
-    read. Where a row's weights are all 0, and where no query is, `top` is inf.
-    """
-    top = total.top.masked_fill(total.top == -torch.inf, torch.inf)
-    rest = total.rest
-    if i.distance is None and i.bias is None:
-        top = top * LOG2E
-    tiled = -(-i.q.shape[2] // call.schedule.tile) * call.schedule.tile
-    more = 0, tiled - i.q.shape[2]
-    top, delta = F.pad(top, more, value=torch.inf).contiguous(), F.pad(delta, more).contiguous()
-    return Rows(dout, top, top if rest is None else F.pad(rest, more).contiguous(), delta)
+def prepared(out: Tensor, dout: Tensor, lse: Tensor, tile: int) -> Rows:
+    """The rows of a call without biases and sink: lse is contiguous, and the channels of a row of out and dout are."""
+    (batch, heads, queries, dim), rows = out.shape, -(-out.shape[2] // tile) * tile
+    delta, top = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=out.device)
+    with started(out.device):
+        start(
+            prepare_rows, batch * heads * rows // PREPARED_ROWS,
+            (out, dout, lse, delta, top, *out.stride()[:3], *dout.stride()[:3], heads, queries, rows),
+            {"ROWS": PREPARED_ROWS, "DIM": dim, "DIM_PADDED": padded(dim)}, out.device,
+        )  # fmt: skip
+    return Rows(dout, top, top, delta)
 
 
 def gradients(
@@ -67,17 +72,20 @@ def gradients(
     if i.distance is not None or i.bias is not None:  # -inf may hide all keys of a row, which then drops its gradient
         dout = dout.masked_fill((state.lse == -torch.inf)[..., None], 0.0)
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = products_of_rows(state.out, dout)
-    total, dsink = totals(call, i, state.lse), None
-    if i.sink is not None:
-        own, total = total, total.with_sink(i.sink)
-        if sink_wanted:
-            share = torch.sigmoid(-own.above(Totals(i.sink[:, None], None)))  # of a sink of +inf 1
-            dsink = -(share * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
-        dlse = None if dlse is None else dlse * torch.exp(total.above(own))
+    queries = dout.shape[2]
+    rows, dsink = prepared(state.out, dout, state.lse.contiguous(), call.schedule.tile), None
+    if i.sink is not None or i.distance is not None or i.bias is not None:
+        own = total = totals(call, i, state.lse)
+        if i.sink is not None:
+            total = total.with_sink(i.sink)
+            dlse = None if dlse is None else dlse * torch.exp(total.above(own))
+            if sink_wanted:
+                share = torch.sigmoid(-own.above(Totals(i.sink[:, None], None)))  # of a sink of +inf 1
+                lost = share * rows.delta[:, :, :queries]
+                dsink = -lost.masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
+        rows = rows.with_totals(total)
     if dlse is not None:
-        delta = delta - dlse.masked_fill(state.lse == -torch.inf, 0.0)
-    rows = rows_of(call, i, dout, total, delta)
+        rows.delta[:, :, :queries] -= dlse.masked_fill(state.lse == -torch.inf, 0.0)
     dq = ddistance = dbias = None
     if q_wanted or distance_wanted or bias_wanted:
         dq, ddistance, dbias = of_queries(call, i, rows, distance_wanted, bias_wanted)
@@ -160,16 +168,3 @@ def passes(i: Inputs, k_wanted: bool, v_wanted: bool) -> list[dict[str, bool]]:
 def has_one_pass(item: int, dim: int, *, described: bool) -> bool:
     """Whether both gradients have registers for their sums; the arguments are those of `launch.forward_blocks`."""
     return item == 2 and dim <= (128 if described else 64)
-
-
-def products_of_rows(x: Tensor, y: Tensor) -> Tensor:
-    """The sum over the last axis of the products of two tensors of one shape, float32 [batch, heads, queries]."""
-    batch, heads, queries, dim = x.shape
-    sums = torch.empty(batch, heads, queries, dtype=torch.float32, device=x.device)
-    programs = batch * heads * -(-queries // PRODUCT_ROWS)
-    with started(x.device):
-        cast("Any", products)[(programs,)](
-            x, y, sums, *x.stride()[:3], *y.stride()[:3], heads, queries,
-            ROWS=PRODUCT_ROWS, DIM=dim, DIM_PADDED=padded(dim),
-        )  # fmt: skip
-    return sums

@@ -13,7 +13,7 @@ from triton import JITFunction
 from regard.gpu.call import Call, Inputs
 from regard.gpu.forward import forward
 from regard.gpu.tables import by_query
-from regard.gpu.tokens import descriptor, is_described
+from regard.gpu.tokens import ALIGNED, descriptor, is_described
 from regard.plan.schedule import Schedule
 
 CACHE = 24 << 20
@@ -56,13 +56,15 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
             chosen by their times on an H200, the others by what they compile to.
     """
     if item == 4:
-        blocks = float32_blocks(dim, 32)
-    elif dense:
+        blocks = Blocks(128, 64, 64, warps=8, stages=2) if described and dim <= 64 else float32_blocks(dim, 32, described)
+    elif dense and not (described and dim <= 128):
         blocks = Blocks(64, 32, 32, warps=8, stages=2)
     elif dim > 128:
         blocks = Blocks(64, 32, 32, warps=4 if described else 8, stages=2)
+    elif described and extra:
+        blocks = Blocks(64, 64, 64, warps=4, stages=2)
     elif described:
-        blocks = Blocks(128, 64, 64, warps=4, stages=4, patch_stages=2) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
+        blocks = Blocks(128, 64, 64, *((4, 4, 2) if dim <= 64 else (8, 4, 1)))
     else:
         blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
     return fitting(blocks, dim * item, 2 * dim * item, extra, shared)
@@ -71,13 +73,13 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
 def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
     """For the gradient of queries, whose programs have rows of queries; the arguments are those of `forward_blocks`."""
     if item == 4:
-        blocks = float32_blocks(dim, 16)
+        blocks = float32_blocks(dim, 16, described)
+    elif described and (extra or dim > 128):
+        blocks = Blocks(64, 32, 32, warps=4, stages=2)
     elif dim > 128:
         blocks = Blocks(64, 16, 16, warps=8, stages=2)
     elif dense:
         blocks = Blocks(128, 16, 16, warps=8, stages=2)
-    elif described and extra:
-        blocks = Blocks(64, 32, 32, warps=4, stages=2)
     elif described:
         blocks = Blocks(64, 64, 64, warps=4, stages=3, patch_stages=2) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
     else:
@@ -88,16 +90,18 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
 def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
     """For the gradients of keys and values, whose programs have rows of keys."""
     if item == 4:
-        blocks = float32_blocks(dim, 16)
-    elif described and dim <= 128 and not dense:
-        blocks = Blocks(64, 32, 32, warps=4, stages=3 if dim <= 64 else 2, patch_stages=2)
+        blocks = float32_blocks(dim, 16, described)
+    elif described and dim <= 64 and not extra:
+        blocks = Blocks(64, 64, 64, warps=4, stages=3)
+    elif described:
+        blocks = Blocks(64, 32, 32, warps=4, stages=3, patch_stages=1 if dim > 128 else 2)
     else:
         rows, tokens = (64, 16) if dim > 128 else (128, 16) if extra else (128, 32)
         blocks = Blocks(rows, tokens, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
-def float32_blocks(dim: int, tokens: int) -> Blocks:
+def float32_blocks(dim: int, tokens: int, described: bool) -> Blocks:
     """For float32, whose products are three of TF32.
 
     With 64 rows, heads of 128 would spill 550 to 1,630 bytes instead of 40 to 210. Products of 32 rows are not those of
@@ -107,11 +111,14 @@ def float32_blocks(dim: int, tokens: int) -> Blocks:
 
     Args:
         dim: padded dimensions of a head.
-        tokens: the tokens of a block with heads of at most 128.
+        tokens: the tokens of a block with heads of at most 128, by address.
+        described: as in `forward_blocks`.
     """
     if dim > 128:
         return LARGE_FLOAT32
-    return Blocks(64, tokens, tokens, warps=4, stages=2) if dim <= 64 else Blocks(32, tokens, 16, warps=4, stages=2)
+    if described and dim <= 64:
+        return Blocks(64, 64, 32, warps=4, stages=2)
+    return Blocks(64 if dim <= 64 else 32, tokens, 16, warps=4, stages=2)
 
 
 def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
@@ -215,7 +222,60 @@ def launch_twice(
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Run a kernel with a program for each unit, on the device and the stream of its tensors."""
     with started(device):
-        kernel[(units,)](*arguments, **constants, **warps_and_stages(blocks, device))
+        start(kernel, units, arguments, constants | warps_and_stages(blocks, device), device)
+
+
+def start(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device
+) -> None:
+    """Start the programs of a kernel, on the current stream of the device, which is the current one.
+
+    Triton looks up what it compiled by every argument in turn, which takes the host longer than the start itself. So
+    what it found is kept here by what it depends on: types, alignment, and the numbers that are compiled in.
+    """
+    if IS_INTERPRETED or device.type == "cpu":
+        kernel[(programs,)](*arguments, **constants)
+        return
+    key = (kernel, device.index, tuple(constants.values()), _known(kernel, arguments))
+    made = _made.get(key)
+    if made is None:
+        if len(_made) >= MOST_KEPT:
+            _made.clear()
+        made = kernel[(programs,)](*arguments, **constants)
+        names = kernel.arg_names[len(arguments) :]
+        if all(name in constants for name in names):  # as positions, which a compiled kernel wants
+            _made[key] = made, names
+        return
+    compiled, names = made
+    compiled[(programs, 1, 1)](*arguments, *(constants[name] for name in names))
+
+
+MOST_KEPT = 4096
+"""Kernels that are kept by their arguments."""
+
+_made: dict[Any, Any] = {}
+
+
+def _known(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles for, of each argument."""
+    return tuple(
+        (x.dtype, x.data_ptr() % ALIGNED == 0)
+        if isinstance(x, Tensor)
+        else (abs(x) >> 31 > 0 if free else x)
+        if isinstance(x, int)
+        else type(x)
+        if isinstance(x, float)
+        else None
+        if x is None
+        else (x.base.dtype, *x.block_shape)
+        for x, free in zip(arguments, _unspecialized(kernel), strict=False)
+    )
+
+
+@cache
+def _unspecialized(kernel: Any) -> tuple[bool, ...]:
+    """Of which arguments a kernel is compiled for any value."""
+    return tuple(bool(one.do_not_specialize) for one in kernel.params)
 
 
 def descriptors(blocks: Blocks, *tensors: Tensor) -> list[Any]:

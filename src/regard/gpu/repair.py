@@ -8,9 +8,8 @@ that see NaN or inf are computed twice. Nothing is read on the host, and a call 
 from torch import Tensor
 
 from regard.gpu.call import Call, Inputs
-from regard.gpu.gradients import of_keys, of_queries, products_of_rows, rows_of
+from regard.gpu.gradients import of_keys, of_queries, prepared
 from regard.gpu.launch import computed_in, run
-from regard.gpu.totals import Totals
 from regard.state import State
 
 
@@ -29,7 +28,7 @@ def repair_gradients(call: Call, i: Inputs, state: State, dout: Tensor, found: t
         dout: the gradient of its output; the channels of a token are contiguous in memory.
     """
     dq, dk, dv = (None if t is None else _computed(t) for t in found)
-    rows = rows_of(call, i, dout, Totals(state.lse, None), products_of_rows(state.out, dout))
+    rows = prepared(state.out, dout, state.lse, call.schedule.tile)
     if dq is not None:
         of_queries(call, i, rows, distance_wanted=False, bias_wanted=False, found=dq)
     of_keys(call, i, rows, dk is not None, dv is not None, found=(dk, dv))

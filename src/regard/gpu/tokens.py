@@ -5,6 +5,7 @@ Chips of NVIDIA from Hopper on (compute capability 9.0) copy a block of a tensor
 makes: no thread computes addresses, and tokens beyond the last are zeros.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,7 +65,22 @@ def descriptor(t: Tensor, tokens: int, dim_padded: int) -> Any:
 
 def is_described(t: Tensor) -> bool:
     """Whether the chip copies blocks of this tensor by a descriptor."""
-    if t.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(t.device)[0] < OLDEST_CHIP:
+    if not _has_descriptors(t.device) or t.data_ptr() % ALIGNED:
         return False
-    steps = [step * t.element_size() for step, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
-    return t.data_ptr() % ALIGNED == 0 and all(step > 0 and step % ALIGNED == 0 for step in steps)
+    batch, heads, tokens, _ = t.shape
+    steps = t.stride()
+    item = ALIGNED // t.element_size()  # elements
+    return (
+        (batch == 1 or (steps[0] > 0 and steps[0] % item == 0))
+        and (heads == 1 or (steps[1] > 0 and steps[1] % item == 0))
+        and (tokens == 1 or (steps[2] > 0 and steps[2] % item == 0))
+    )
+
+
+@cache
+def _has_descriptors(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] >= OLDEST_CHIP
+    )
