@@ -177,7 +177,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "STAGES": blocks.stages, "PATCH_STAGES": blocks.patch_stages,
         "DK": both or variant.kernel == "gradient_of_keys", "DV": both or variant.kernel == "gradient_of_values",
         **_arithmetic(variant, chip),
-        **dict.fromkeys(variant.more, True),
+        **dict.fromkeys(variant.more, True), **({"DISTANCE": 2} if "LINE" in variant.more else {}),
     }  # fmt: skip
     return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
 

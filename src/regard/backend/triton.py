@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.backend.contract import Backend, Kernel, refuse_batched, second_derivative
 from regard.gpu.call import LARGEST_DECODED_DIM, LARGEST_DIM, Call, Inputs
 from regard.plan.checks import Saved
-from regard.plan.distance import split_by_distance, table, vectors
+from regard.plan.distance import line, split_by_distance, table, vectors
 from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, rotate
 from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
@@ -141,19 +141,19 @@ class _Kernel:
         from regard.gpu.launch import run
 
         p = self.problem
-        inputs = self._inputs(operands)
+        inputs, is_line = self._inputs(operands)
         seed = operands.drawn_seed() if p.dropout else 0
-        call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed, is_part)
+        call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed, is_part, is_line)
         if self.decodes:
             from regard.gpu.few_rows import decode
 
             found = decode(call, inputs, operands.stored)
             if found is None:  # keys and values are not stored side by side
-                found = decode(call, self._inputs(gathered(operands)), None)
+                found = decode(call, self._inputs(gathered(operands))[0], None)
             assert found is not None
             return State(*found)
         if operands.stored is not None:
-            inputs = self._inputs(gathered(operands))
+            inputs, _ = self._inputs(gathered(operands))
         if not p.grad:
             return State(*run(call, inputs))
         return State(*cast("tuple[Tensor, Tensor]", _Attention.apply(call, state, *inputs)))
@@ -170,13 +170,16 @@ class _Kernel:
             self.latest = key, tiles
         return tiles
 
-    def _inputs(self, o: Operands) -> Inputs:
+    def _inputs(self, o: Operands) -> tuple[Inputs, bool]:
+        """The inputs, and whether their bias by distance is a line."""
         sink = None if o.sink is None else o.sink.float().contiguous()
         of_distance, others = split_by_distance(o.bias)
         bias = table(others, o)
         if bias is not None and bias.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             bias = bias.float()
-        return Inputs(o.q, o.k, o.v, sink, vectors(of_distance, self.problem, o), bias)
+        by_line = None if self.decodes else line(of_distance, o)
+        distance = vectors(of_distance, self.problem, o) if by_line is None else by_line
+        return Inputs(o.q, o.k, o.v, sink, distance, bias), by_line is not None
 
 
 class _Attention(torch.autograd.Function):

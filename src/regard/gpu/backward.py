@@ -123,7 +123,8 @@ def _walk_keys(
                 found, rows, given, of_top, of_rest, deltas, of_k, of_v, i, j0, 0, words,
                 base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
                 queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-                TILE, KEYS, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, PRECISION, False, CAREFUL,
+                TILE, KEYS, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, False,
+                CAREFUL,
             )  # fmt: skip
         cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
         last = tl.where(whole < stop, whole, last)
@@ -146,7 +147,7 @@ def _walk_keys(
             found, rows, given, of_top, of_rest, deltas, of_k, of_v, i, j0, pattern, words,
             base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
             queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-            TILE, PATCH, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, PRECISION, True, CAREFUL,
+            TILE, PATCH, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, True, CAREFUL,
         )  # fmt: skip
     return found
 
@@ -157,7 +158,7 @@ def _queries_step(
     base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
     TILE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries after the keys j0 to j0 + KEYS."""
@@ -166,7 +167,7 @@ def _queries_step(
     dp = tl.dot(given, tl.trans(of_v), input_precision=PRECISION)
     weights, before = _weights(
         s, of_top[:, None], of_rest[:, None], i[:, None], j[None, :], queries, keys, scale, softcap,
-        base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS,
+        base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS, WIDE,
     )  # fmt: skip
     if DROPOUT:
         gone = dropped(head_row, i[:, None], j[None, :], seed_low, seed_high, threshold)
@@ -192,12 +193,12 @@ def _queries_step(
 @triton.jit
 def _weights(
     s, top, rest, i, j, queries, keys, scale, softcap, base_distance, base_bias, bias_query, bias_key,
-    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(weights, scores before biases) of the products s of queries i and keys j, one along rows, one along columns."""
     if not (SOFTCAP or DISTANCE or BIAS):
         return tl.exp2(s * (scale * LOG2E) - top), s
-    before = capped(s, scale, softcap, SOFTCAP)
+    before = capped(s, scale, softcap, SOFTCAP, WIDE)
     s = with_biases(before, i, j, queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS)
     return tl.exp2(powers_of(s, top, rest, DISTANCE or BIAS)), before
 
@@ -324,7 +325,8 @@ def _walk_queries(
                     top + of_row, rest + of_row, delta + of_row, 0, words,
                     base_distance, base_bias, bias_query, bias_key,
                     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-                    TILE, QUERIES, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, PRECISION, False, CAREFUL,
+                    TILE, QUERIES, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, False,
+                    CAREFUL,
                 )  # fmt: skip
         steps: tl.constexpr = TILE // PATCH
         begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
@@ -344,7 +346,8 @@ def _walk_queries(
                 top + of_row, rest + of_row, delta + of_row, pattern, words,
                 base_distance, base_bias, bias_query, bias_key,
                 queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-                TILE, PATCH, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, PRECISION, True, CAREFUL,
+                TILE, PATCH, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, True,
+                CAREFUL,
             )  # fmt: skip
     return found_k, found_v
 
@@ -356,7 +359,8 @@ def _keys_step(
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
     TILE: tl.constexpr, QUERIES: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values after the queries i0 to i0 + QUERIES of a head. Scores are [keys, queries]."""
     i = i0 + tl.arange(0, QUERIES)
@@ -368,7 +372,7 @@ def _keys_step(
         dp = tl.dot(of_v, tl.trans(of_dout), input_precision=PRECISION)
     weights, before = _weights(
         s, of_top[None, :], of_rest[None, :], i[None, :], j[:, None], queries, keys, scale, softcap,
-        base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS,
+        base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS, WIDE,
     )  # fmt: skip
     if MASKED:
         keep = bits_of(words, pattern, j, i0, i, TILE)

@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     k: Tensor  # [batch, kv_heads, keys, qk_dim]
     v: Tensor  # [batch, kv_heads, keys, v_dim]
     sink: Tensor | None  # float32 [heads]
-    distance: Tensor | None  # float32 [heads, queries + keys - 1]
+    distance: Tensor | None  # float32 [heads, queries + keys - 1]; of a line [heads, 2], see `Call.is_line`
     bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1]
 
 
@@ -36,6 +36,8 @@ class Call:
     seed: int
     is_part: bool = False
     """Whether the keys are a part of those of the state that is differentiated."""
+    is_line: bool = False
+    """Whether the bias by distance is `-slope * |distance|`, given by (slope, offset) of each head: `distance.line`."""
 
     @property
     def drops(self) -> tuple[int, int, int, float]:

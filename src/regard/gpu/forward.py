@@ -132,7 +132,8 @@ def _walk(
                 top, total, sums, rows, of_k, of_v, i, j0, base_v, v_token, 0, words,
                 base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
                 row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-                TILE, KEYS, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, PRECISION, False, CAREFUL,
+                TILE, KEYS, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, False,
+                CAREFUL,
             )  # fmt: skip
         cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
         last = tl.where(whole < stop, whole, last)
@@ -156,7 +157,7 @@ def _walk(
             top, total, sums, rows, of_k, of_v, i, j0, base_v, v_token, pattern, words,
             base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
             row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-            TILE, PATCH, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, PRECISION, True, CAREFUL,
+            TILE, PATCH, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, True, CAREFUL,
         )  # fmt: skip
     return top, total, sums
 
@@ -167,8 +168,8 @@ def _step(
     base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
     head_row, seed_low, seed_high, threshold, keep_scale,
     TILE: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, total and sums after the keys j0 to j0 + KEYS.
 
@@ -179,7 +180,7 @@ def _step(
     s = tl.dot(rows, tl.trans(of_k), input_precision=PRECISION)
     if SOFTCAP or DISTANCE or BIAS:
         s = with_biases(
-            capped(s, scale, softcap, SOFTCAP), i[:, None], j[None, :], queries, keys,
+            capped(s, scale, softcap, SOFTCAP, WIDE), i[:, None], j[None, :], queries, keys,
             base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
         )  # fmt: skip
     if MASKED:

@@ -105,7 +105,7 @@ def of_queries(
     ddistance = torch.zeros_like(i.distance) if distance_wanted and i.distance is not None else None
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if bias_wanted and i.bias is not None else None
     into = placed(dbias) if dbias is not None else (rows.delta, 0, 0, 0, 0)
-    blocks = blocks_of(queries_blocks, i)
+    blocks = blocks_of(queries_blocks, i, is_line=call.is_line)
     launch_twice(
         gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None,
         (i.q, i.k, i.v, *rows, dq),
@@ -135,7 +135,7 @@ def of_keys(
             computed in place.
     """
     s, (batch, heads, queries, _), (_, kv_heads, keys, _) = call.schedule, i.q.shape, i.k.shape
-    group, blocks = heads // kv_heads, blocks_of(keys_blocks, i)
+    group, blocks = heads // kv_heads, blocks_of(keys_blocks, i, is_line=call.is_line)
     dk, dv = found or (
         torch.empty(t.shape, dtype=computed_in(i.q), device=t.device) if is_wanted else None
         for t, is_wanted in ((i.k, k_wanted), (i.v, v_wanted))

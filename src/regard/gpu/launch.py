@@ -128,11 +128,11 @@ def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blo
     return blocks._replace(stages=stages, patch_stages=min(blocks.patch_stages, stages))
 
 
-def blocks_of(of: Callable[..., Blocks], i: Inputs) -> Blocks:
+def blocks_of(of: Callable[..., Blocks], i: Inputs, *, is_line: bool) -> Blocks:
     """How a kernel is cut for these inputs; `of` is a function such as `forward_blocks`."""
     if i.q.device.type == "cpu":
         return INTERPRETED
-    extra = 4 * (i.distance is not None) + (0 if i.bias is None else i.bias.element_size())
+    extra = 4 * (i.distance is not None and not is_line) + (0 if i.bias is None else i.bias.element_size())
     dim = padded(max(i.q.shape[3], i.v.shape[3]))
     described = is_described(i.q) and is_described(i.k) and is_described(i.v)
     shared = shared_memory(i.q.device)
@@ -170,7 +170,7 @@ def run(call: Call, i: Inputs, found: tuple[Tensor, Tensor] | None = None) -> tu
         lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
     else:
         out, lse = found
-    tables, blocks = by_query(s, i.q.device), blocks_of(forward_blocks, i)
+    tables, blocks = by_query(s, i.q.device), blocks_of(forward_blocks, i, is_line=call.is_line)
     q, scale = i.q, call.scale
     if scale <= 0 and call.softcap is None and i.distance is None and i.bias is None:
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -300,7 +300,7 @@ def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:
         "MAPS_BATCH": maps[0] > 1, "MAPS_HEADS": maps[1] > 1, "TILE": call.schedule.tile,
         "ROWS": blocks.rows, "PATCH": blocks.patch, "STAGES": blocks.stages,
         "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
-        "SOFTCAP": call.softcap is not None, "DISTANCE": i.distance is not None, "BIAS": i.bias is not None,
+        "SOFTCAP": call.softcap is not None, "DISTANCE": 0 if i.distance is None else 2 if call.is_line else 1, "BIAS": i.bias is not None,
         "DROPOUT": call.dropout > 0, "WIDE": is_wide(i.q), "PRECISION": precision(i.q),
     }  # fmt: skip
 

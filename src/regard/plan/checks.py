@@ -301,15 +301,17 @@ class Saved(NamedTuple):
     v: torch.Size
     dtype: torch.dtype
     device: torch.device
+    distance: torch.Size | None
     bias: tuple[torch.Size, torch.dtype] | None
     has_own_operators: bool
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> "Saved":
         """Of q, k, v, sink, distance and bias, as the forward pass reads them."""
-        q, k, v, _, _, bias = parts
+        q, k, v, _, distance, bias = parts
         form = None if bias is None else (bias.shape, bias.dtype)
-        return cls(q.shape, k.shape, v.shape, q.dtype, q.device, form, has_own_operators(q))
+        of_distance = None if distance is None else distance.shape
+        return cls(q.shape, k.shape, v.shape, q.dtype, q.device, of_distance, form, has_own_operators(q))
 
     def given_back(self, saved: Sequence[Any], *, distance_learns: bool) -> list[Any]:
         """These six, out and lse, laid out as kernels read them.
@@ -320,13 +322,12 @@ class Saved(NamedTuple):
             ProblemError: a tensor has not the type, the shape or the device that it was saved with.
         """
         rows, wide = self.q[:3], wide_of(self.dtype)
-        distances = torch.Size((self.q[1], max(self.q[2] + self.k[2] - 1, 0)))
         forms = {
             "q": (self.q, self.dtype),
             "k": (self.k, self.dtype),
             "v": (self.v, self.dtype),
             "sink": (self.q[1:2], wide),
-            "a bias by distance": (distances, wide),
+            "a bias by distance": (self.distance, wide),
             "a bias": self.bias,
             "out": (rows + self.v[3:], self.dtype),
             "lse": (rows, wide),

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, TensorBias, values_of
+from regard.describe.bias import Alibi, Bias, TensorBias, values_of
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.tensors import reads_again
 from regard.lru_cache import LRUCache
@@ -21,6 +21,9 @@ KEPT = 64 << 20
 """The most bytes of cached vectors."""
 
 CPU = torch.device("cpu")
+
+EXACT = 1 << 24
+"""Integers below this are exact in float32."""
 
 
 def by_distance(
@@ -69,6 +72,29 @@ def vectors(
     first, count = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
     vectors_of = by_distance if p.grad and bias.may_learn() else kept_by_distance
     return vectors_of(bias, p.heads, dtype, first, count, device)
+
+
+def line(bias: Bias | None, operands: Operands) -> Tensor | None:
+    """A bias `-slope * |i - j + offset|` of query i and key j as (slope, offset) of each head, float32 [heads, 2].
+
+    None for other biases, for slopes of the caller, and where a distance is no float32.
+    """
+    sizes, device = operands.sizes, operands.q.device
+    if type(bias) is not Alibi or bias.slopes is not None:
+        return None
+    if abs(sizes.offset) + sizes.queries + sizes.keys >= EXACT or (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    ):
+        return None
+    key = cast(int, bias.heads), sizes.offset, device
+    found = _lines.get(key)
+    if found is None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            slopes = bias.slope_per_head().float()
+            found = torch.stack([slopes, torch.full_like(slopes, float(sizes.offset))], 1).to(device)
+        if _is_complete(device):
+            _lines.put(key, found)
+    return found
 
 
 def table(others: Sequence[Bias], operands: Operands) -> Tensor | None:
@@ -121,3 +147,6 @@ _Key = tuple[Fingerprint, int, torch.dtype, torch.device]
 
 _vectors: LRUCache[_Key, tuple[int, Tensor]] = LRUCache(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
 """Vectors, each with its first distance. They keep no tensor of the user alive."""
+
+_lines: LRUCache[tuple[int, int, torch.device], Tensor] = LRUCache(entries=256, nbytes=1 << 20, size=lambda t: t.nbytes)
+"""The slopes of ALiBi's paper on a device, with an offset."""
