@@ -33,7 +33,7 @@ OF_ANY_LENGTH = (
 """Arguments that change as keys are added: Triton would compile another kernel where one is 1, or a multiple of 16."""
 
 
-@triton.jit(do_not_specialize=OF_ANY_LENGTH)
+@triton.jit(do_not_specialize=(*OF_ANY_LENGTH, "v_scale_token"))  # of which 1 would suggest to load several at once
 def span(
     q, out, tops, totals, flags,
     k, k_page, k_head, k_token, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
@@ -50,7 +50,7 @@ def span(
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
     SHOWN: tl.constexpr, WORDS: tl.constexpr, V_PAIRED: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_SCALES: tl.constexpr, PTX: tl.constexpr,
+    V_TOKEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -68,7 +68,7 @@ def span(
         CAREFUL: whether to compute the programs whose flag is set.
         CHUNK: dimensions that scores are summed over at once, so that all of q need not be in registers; 0: all. If
             negative, of as many at once, in code without a loop, so that all keys are copied ahead.
-        V_TOKEN, V_SCALES: what `v_token` and `v_scale_token` are if values are codes, so that addresses are constants apart.
+        V_TOKEN: what `v_token` is if values are codes, so that addresses are constants apart.
         WORDS: whether codes are loaded in words of four.
         V_PAIRED: whether the two channels of values that are in a byte of int4 have the same scale.
         PTX: which instructions of NVIDIA's GPUs decode codes, those of compute capability 8.0 or 8.9; 0: none.
@@ -145,7 +145,7 @@ def span(
                 )  # fmt: skip
                 value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS)
                 at_values = v_at * v_page + g64 * v_head + value_places * V_TOKEN + place * V_TOKEN
-                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + value_places * V_SCALES + place * V_SCALES
+                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + (value_places + place) * v_scale_token
                 # none of them is copied ahead, so that their way is as long as that of the keys
                 v_scales = _value_scales(
                     v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,

@@ -263,8 +263,7 @@ def _run(
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
                 SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and _is_aligned(v, v_dim),
                 V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group,
-                V_TOKEN=v.data.stride(2) if v.scale is not None else 0,
-                V_SCALES=v.scale.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
+                V_TOKEN=v.data.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
