@@ -196,7 +196,7 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "DISTANCE": False, "BIAS": False, **_arithmetic(variant, chip),
         "FLAGS": kind == "plain" and not steps and not careful, "CAREFUL": careful,
         "CHUNK": chunk, "UNION": 2 * steps, "SHOWN": steps, "WORDS": blocks.warps == 1,
-        "V_PAIRED": True, "V_TOKEN": dim // 2 if kind == "int4" else dim,
+        "K_PAIRED": True, "V_PAIRED": True, "V_ALIGNED": 16, "V_TOKEN": dim // 2 if kind == "int4" else dim,
         "PTX": 0 if CHIPS[chip][0] == "hip" else 80 if chip == "sm_80" or latent else 89,
     }  # fmt: skip
     return span, blocks, constants | {name: True for name in variant.more if name in constants}
