@@ -302,7 +302,7 @@ def _pieces(
 
 @triton.constexpr_function
 def _piece(count):
-    """Tokens, or bytes of a value, that a thread has side by side, so that a block has 8 pieces or more where it can."""
+    """Tokens, or bytes of a value, that a thread has side by side: a block has 8 pieces or more, unless it is small."""
     return max(4, min(16, count // 8))
 
 
@@ -317,7 +317,7 @@ def _tokens(n, KEYS: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _channels(n, KIND: tl.constexpr):
-    """Which channel the n-th of a product is: the 4 threads that share 16 have two of the first 8, and two of the rest."""
+    """Which channel the n-th of a product is: each of 4 threads has two of the first 8, and two of the next."""
     if KIND == "plain":
         return n
     return n // 16 * 16 + n // 2 % 2 * 8 + n // 4 % 4 * 2 + n % 2
@@ -455,16 +455,17 @@ def _codes(
     They are loaded along one axis of pieces, of which Triton gives each 32 to a warp, in their order.
 
     Args:
-        ALIGNED: bytes that the addresses are a multiple of.
+        ALIGNED: bytes that the first of the addresses in a row are a multiple of.
     """
     rows: tl.constexpr = shape[0] * shape[1] * shape[2] * shape[3]
+    multiple: tl.constexpr = ALIGNED if ALIGNED < PIECE else PIECE
     at, there = tl.reshape(at, [rows])[:, None], tl.reshape(there, [rows])[:, None]
     if WORDS:
-        at = tl.multiple_of(at.to(tl.pointer_type(tl.uint32), bitcast=True), [ALIGNED, ALIGNED])
+        at = tl.multiple_of(at.to(tl.pointer_type(tl.uint32), bitcast=True), [multiple, multiple])
         found = tl.load(at + tl.arange(0, PIECE // 4)[None, :], mask=there, other=0)
         found = tl.reshape(found, [shape[0], shape[1], shape[2], shape[3], PIECE // 4])
     else:
-        at = tl.multiple_of(at, [ALIGNED, ALIGNED])
+        at = tl.multiple_of(at, [multiple, multiple])
         found = tl.reshape(tl.load(at + tl.arange(0, PIECE)[None, :], mask=there, other=0), shape)
     return found
 

@@ -52,7 +52,7 @@ class SpanBlocks(NamedTuple):
     """How the kernel of spans is cut."""
 
     blocks: Blocks
-    chunk: int  # dimensions that scores are summed over at once, which is a loop in the kernel; 0: all
+    chunk: int  # dimensions that scores are summed over at once, in a loop of the kernel, or negative: without; 0: all
 
 
 def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | None:
