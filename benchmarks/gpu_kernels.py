@@ -81,6 +81,7 @@ def variants() -> list[Variant]:
         Variant("sweep", "bf16", 128),
         *(Variant("sweep", "fp32", dim, ("SOFTCAP", "DISTANCE", "BIAS")) for dim in (64, 256)),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
+        *(Variant("span", "bf16", 128, (kind, "whole")) for kind in ("int8", "fp8", "int4")),
         Variant("span", "bf16", 128, ("steps",)),
         Variant("span", "bf16", 128, ("careful",)),
         Variant("span", "fp32", 128, ("SOFTCAP", "DISTANCE", "BIAS", "MAPS_HEADS")),
@@ -201,7 +202,7 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
     A latent has 64 rotated channels beside it.
 
-    "steps" has its mask in tensors of intervals and lengths, "careful" adds values one by one.
+    "whole" has no mask, "steps" has it in tensors of intervals and lengths, "careful" adds values one by one.
     """
     from regard.gpu.decode import span
     from regard.gpu.few_rows import SPAN, Tokens, span_blocks
@@ -218,11 +219,11 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "GROUP": group, "ROWS": blocks.rows, "KEYS": blocks.tokens, "SPAN": SPAN, "TILE": 128,
         "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "REST": rest, "REST_PADDED": rest,
         "IN_KEYS": latent, "K_KIND": kind, "V_KIND": kind, "K_TABLE": pages, "V_TABLE": pages, "K_PER_TOKEN": False,
-        "RAGGED": steps, "MASKED": not steps, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False,
-        "DISTANCE": False, "BIAS": False, **_arithmetic(variant, chip),
+        "RAGGED": steps, "MASKED": not (steps or "whole" in variant.more), "MAPS_BATCH": False, "MAPS_HEADS": False,
+        "SOFTCAP": False, "DISTANCE": False, "BIAS": False, **_arithmetic(variant, chip),
         "FLAGS": kind == "plain" and not steps and not careful, "CAREFUL": careful,
         "CHUNK": chunk, "UNION": 2 * steps, "SHOWN": steps, "WORDS": blocks.warps == 1,
-        "V_PAIRED": True, "V_TOKEN": dim // 2 if kind == "int4" else dim, "V_SCALES": dim // 32 if kind == "int4" else 1,
+        "K_PAIRED": True, "V_PAIRED": True, "V_ALIGNED": 16, "V_TOKEN": dim // 2 if kind == "int4" else dim,
         "PTX": 0 if CHIPS[chip][0] == "hip" else 80 if chip == "sm_80" or latent else 89,
     }  # fmt: skip
     return span, blocks, constants | {name: True for name in variant.more if name in constants}

@@ -119,6 +119,16 @@ def test_pages_that_begin_inside_a_page():
     agree(q, paged(k, 16, first_slot=5), paged(v, 16, first_slot=5), mask=Causal() & Window(70))
 
 
+@pytest.mark.parametrize("dims", [(32, 48), (27, 21), (16, 16)], ids=str)
+@pytest.mark.parametrize("codec", [Int8(16), Fp8(16), Int4(16), Int4(32), Int8(16, keys="token")], ids=str)
+def test_codes_that_begin_inside_a_tile(codec: Codec, dims: tuple[int, int]):
+    q, both = torch.randn(2, 4, 1, dims[0]), list[StoredTensor]()
+    for dim, keys in zip(dims, (True, False), strict=True):
+        part = coded(torch.randn(2, 2, 1152, dim), codec, keys=keys, per_token=keys and codec.keys == "token", page=64)
+        both.append(StoredTensor((part._replace(tokens=1101, first_slot=21),), (2, 2, 1101, dim), q.dtype))
+    agree(q, *both, mask=Causal() & Window(1000))
+
+
 def test_a_row_has_the_same_bits_in_any_batch():
     q, k, v = tensors(1100, heads=4, kv_heads=1)
     whole = attend(q, k, v, backend="triton")
@@ -289,6 +299,7 @@ KIB = 1 << 10
         (99, 2, (128, 128, "plain"), 4, (16, 32, 3, 0)),  # as large as registers allow
         (227, 4, (256, 256, "plain"), 64, (32, 32, 3, 0)),  # 64 rows took 272 KiB
         (99, 4, (128, 128, "plain"), 64, (64, 32, 1, 0)),  # two stages took 128 KiB
+        (99, 2, (128, 128, "int8"), 4, (16, 64, 2, -32)),  # one warp
         (64, 4, (1024, 1024, "int4"), 4, (16, 16, 1, 0)),  # of AMD's chips, which takes 64 KiB
         (163, 4, (128, 128, "plain"), 64, (64, 32, 2, 0)),  # three stages took 176 KiB
         (99, 4, (256, 256, "int8"), 64, (32, 16, 1, 0)),  # 64 rows took 136 KiB

@@ -36,7 +36,10 @@ def test_every_kernel_fits_the_chip(chip: str):
         assert found["copies"] > 0 or is_one, name
         # three products of TF32 for one of float32, and 256 channels, are more than the registers have room for
         is_large = kind == "fp32" or dim == "256"
+        # a warp alone decodes codes in all of its registers, and leaves few to a mask
+        is_alone = kernel == "span" and beside in (["int8"], ["fp8"], ["int4"])
         most = (768 if kernel != "span" else 64) if is_large else 64 if kernel == "span" or not beside else 256
+        most = 768 if is_alone else most
         assert found["stack"] <= most or chip == "gfx942", name
 
 

@@ -33,7 +33,7 @@ OF_ANY_LENGTH = (
 """Arguments that change as keys are added: Triton would compile another kernel where one is 1, or a multiple of 16."""
 
 
-@triton.jit(do_not_specialize=OF_ANY_LENGTH)
+@triton.jit(do_not_specialize=(*OF_ANY_LENGTH, "v_scale_token"))  # of which 1 would suggest to load several at once
 def span(
     q, out, tops, totals, flags,
     k, k_page, k_head, k_token, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
@@ -49,8 +49,8 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
-    SHOWN: tl.constexpr, WORDS: tl.constexpr, V_PAIRED: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_SCALES: tl.constexpr, PTX: tl.constexpr,
+    SHOWN: tl.constexpr, WORDS: tl.constexpr, K_PAIRED: tl.constexpr,
+    V_PAIRED: tl.constexpr, V_ALIGNED: tl.constexpr, V_TOKEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
 
@@ -68,8 +68,10 @@ def span(
         CAREFUL: whether to compute the programs whose flag is set.
         CHUNK: dimensions that scores are summed over at once, so that all of q need not be in registers; 0: all. If
             negative, of as many at once, in code without a loop, so that all keys are copied ahead.
-        V_TOKEN, V_SCALES: what `v_token` and `v_scale_token` are if values are codes, so that addresses are constants apart.
+        V_TOKEN: what `v_token` is if values are codes, so that addresses are constants apart.
         WORDS: whether codes are loaded in words of four.
+        K_PAIRED: whether the scales of two channels of keys begin at a multiple of 4 bytes.
+        V_ALIGNED: bytes, at most 16, that the addresses of values are a multiple of.
         V_PAIRED: whether the two channels of values that are in a byte of int4 have the same scale.
         PTX: which instructions of NVIDIA's GPUs decode codes, those of compute capability 8.0 or 8.9; 0: none.
         UNION: the intervals of keys that each batch row sees, 1 or 2, if they are in `seen`, int64 [UNION, 2, batch] with the
@@ -145,7 +147,7 @@ def span(
                 )  # fmt: skip
                 value_places = v_tile * 16 + piece % (16 // _piece(KEYS)) * _piece(KEYS)
                 at_values = v_at * v_page + g64 * v_head + value_places * V_TOKEN + place * V_TOKEN
-                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + value_places * V_SCALES + place * V_SCALES
+                at_v_scales = v_at * v_scale_page + g64 * v_scale_head + (value_places + place) * v_scale_token
                 # none of them is copied ahead, so that their way is as long as that of the keys
                 v_scales = _value_scales(
                     v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
@@ -161,7 +163,7 @@ def span(
                 s = _with_chunk(
                     s, q_at, c0, real, at_keys, tile_in_page, piece_there, there, at_scales, at_zeros,
                     k_scale_token, k_group, DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PRECISION,
-                    WORDS, PTX,
+                    K_PAIRED, WORDS, PTX,
                 )  # fmt: skip
         elif CHUNK < 0:
             s = tl.zeros([ROWS, KEYS], tl.float32)
@@ -169,32 +171,32 @@ def span(
                 s = _with_chunk(
                     s, q_at, c0, real, at_keys, tile_in_page, piece_there, there, at_scales, at_zeros,
                     k_scale_token, k_group, DIM, -CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, PRECISION,
-                    WORDS, PTX,
+                    K_PAIRED, WORDS, PTX,
                 )  # fmt: skip
         else:
             of_k = _keys(
                 at_keys, tile_in_page, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
+                DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, K_PAIRED, WORDS, PTX,
             )  # fmt: skip
             s = tl.dot(rows, of_k, input_precision=PRECISION)
         if REST > 0:
             of_rest = _keys(
                 at_keys, tile_in_page, rest_from, piece_there, there, at_scales, at_zeros, k_scale_token,
-                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
+                k_group, DIM + REST, REST_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, K_PAIRED, WORDS, PTX,
             )  # fmt: skip
             s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
         if IN_KEYS:
             if CHUNK > 0:
                 of_v = tl.trans(_keys(
                     at_keys, tile_in_page, 0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
+                    DIM, DIM_PADDED, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, K_PAIRED, WORDS, PTX,
                 ))  # fmt: skip
             else:
                 of_v = tl.trans(of_k)
         elif coded:
             of_v = _coded_values(
                 v + at_values, v_scales, there_held, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
-                WIDE, WORDS, PTX,
+                WIDE, V_ALIGNED, WORDS, PTX,
             )  # fmt: skip
         else:
             values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
@@ -240,13 +242,13 @@ def span(
 def _with_chunk(
     s, q_at, c0, real, at_keys, tile, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
     DIM: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, K_KIND: tl.constexpr, K_PER_TOKEN: tl.constexpr,
-    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, WORDS: tl.constexpr,
-    PTX: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, K_PAIRED: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Scores and the product of CHUNK channels from c0 on."""
     of_k = _keys(
         at_keys, tile, c0, piece_there, there, at_scales, at_zeros, k_scale_token, k_group,
-        DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, WORDS, PTX,
+        DIM, CHUNK, KEYS, K_KIND, K_PER_TOKEN, IN_KEYS, dtype, WIDE, K_PAIRED, WORDS, PTX,
     )  # fmt: skip
     of_q = _rows(q_at, c0 + _channels(tl.arange(0, CHUNK), K_KIND), real, 0, DIM, WIDE)
     return tl.dot(of_q, of_k, s, input_precision=PRECISION)
@@ -300,7 +302,7 @@ def _pieces(
 
 @triton.constexpr_function
 def _piece(count):
-    """Tokens, or bytes of a value, that a thread has side by side, so that a block has 8 pieces or more where it can."""
+    """Tokens, or bytes of a value, that a thread has side by side: a block has 8 pieces or more, unless it is small."""
     return max(4, min(16, count // 8))
 
 
@@ -315,7 +317,7 @@ def _tokens(n, KEYS: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _channels(n, KIND: tl.constexpr):
-    """Which channel the n-th of a product is: the 4 threads that share 16 have two of the first 8, and two of the rest."""
+    """Which channel the n-th of a product is: each of 4 threads has two of the first 8, and two of the next."""
     if KIND == "plain":
         return n
     return n // 16 * 16 + n // 2 % 2 * 8 + n // 4 % 4 * 2 + n % 2
@@ -383,7 +385,8 @@ def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
 def _keys(
     base, tile, c0, piece_there, there, scale, zero, scale_token, group,
     DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
-    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, K_PAIRED: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """COUNT channels of keys from c0 on, [dim, keys], in the type of the call, those before DIM.
 
@@ -406,11 +409,9 @@ def _keys(
     x = tl.arange(0, 4)[None, None, None, :, None]
     n = c0 // each + (r * 4 + x) * (2 // each) + byte
     inside = piece_there[None, None, :, None, None]
-    size: tl.constexpr = 4 if WORDS else 1  # bytes that are loaded as one
-    base = (base.to(tl.pointer_type(tl.uint32), bitcast=True) if WORDS else base)[None, None, :, None, None]
-    place = h % (16 // piece) * (piece // size) + tl.arange(0, piece // size)[None, None, None, None, :]
-    codes = tl.load(base + n * (16 // size) + place, mask=inside & (n * each < DIM), other=0)
     shape: tl.constexpr = [COUNT // 8, 2 // each, count, 4, piece]
+    at = base[None, None, :, None, None] + (n * 16 + h % (16 // piece) * piece)
+    codes = _codes(at, inside & (n * each < DIM), shape, piece, piece, WORDS)
     if PER_TOKEN:
         y = h % (16 // piece) * piece + tl.arange(0, piece)[None, None, None, None, :]
         at = (tile[None, None, :, None, None] * 16 + y) * scale_token
@@ -422,16 +423,15 @@ def _keys(
             zero_low = _loaded(zero[None, None, :, None, None] + at, inside)
             zero_high = zero_low
     else:
-        # of the two channels of a pair, side by side
-        r, h = tl.arange(0, COUNT // 8)[:, None, None, None], tl.arange(0, count)[None, :, None, None]
-        c = c0 + (r * 4 + tl.arange(0, 4)[None, None, :, None]) * 2 + tl.arange(0, 2)[None, None, None, :]
-        inside = piece_there[None, :, None, None] & (c < DIM)
-        at = (tile // (group // 16) * scale_token)[None, :, None, None] + c
-        scales = _loaded(scale[None, :, None, None] + at, inside)
+        c = c0 + tl.arange(0, COUNT // 8)[:, None, None] * 8 + tl.arange(0, 4)[None, None, :] * 2
+        at = (tile // (group // 16) * scale_token)[None, :, None] + c
+        there = piece_there[None, :, None]
+        scales = _pairs(scale[None, :, None] + at, c, there, DIM, COUNT // 8, count, K_PAIRED)
         if KIND == "int4":
             scale_low, scale_high = tl.split(scales)
             scale_low, scale_high = scale_low[:, None, :, :, None], scale_high[:, None, :, :, None]
-            zero_low, zero_high = tl.split(_loaded(zero[None, :, None, None] + at, inside))
+            zeros = _pairs(zero[None, :, None] + at, c, there, DIM, COUNT // 8, count, K_PAIRED)
+            zero_low, zero_high = tl.split(zeros)
             zero_low, zero_high = zero_low[:, None, :, :, None], zero_high[:, None, :, :, None]
         else:
             scale_low = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
@@ -444,6 +444,46 @@ def _keys(
         found = _rounded(_scaled(codes, scale_low, KIND, shape, WORDS, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [COUNT, KEYS])
+
+
+@triton.jit
+def _codes(
+    at, there, shape: tl.constexpr, PIECE: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes, or words of four, of pieces at these addresses [shape without its last axis, 1].
+
+    They are loaded along one axis of pieces, of which Triton gives each 32 to a warp, in their order.
+
+    Args:
+        ALIGNED: bytes that the first of the addresses in a row are a multiple of.
+    """
+    rows: tl.constexpr = shape[0] * shape[1] * shape[2] * shape[3]
+    multiple: tl.constexpr = ALIGNED if ALIGNED < PIECE else PIECE
+    at, there = tl.reshape(at, [rows])[:, None], tl.reshape(there, [rows])[:, None]
+    if WORDS:
+        at = tl.multiple_of(at.to(tl.pointer_type(tl.uint32), bitcast=True), [multiple, multiple])
+        found = tl.load(at + tl.arange(0, PIECE // 4)[None, :], mask=there, other=0)
+        found = tl.reshape(found, [shape[0], shape[1], shape[2], shape[3], PIECE // 4])
+    else:
+        at = tl.multiple_of(at, [multiple, multiple])
+        found = tl.reshape(tl.load(at + tl.arange(0, PIECE)[None, :], mask=there, other=0), shape)
+    return found
+
+
+@triton.jit
+def _pairs(
+    at, c, there, DIM: tl.constexpr, EIGHTHS: tl.constexpr, PIECES: tl.constexpr, PAIRED: tl.constexpr
+):  # fmt: skip
+    """Scales or zero points of channels c and c + 1, float32 [by 8 channels, pieces, 4, 2]."""
+    rows: tl.constexpr = EIGHTHS * PIECES * 4
+    at, both = tl.reshape(at, [rows])[:, None], tl.arange(0, 2)[None, :]
+    if PAIRED:
+        there = tl.reshape(there & (c < DIM), [rows])[:, None]
+        found = tl.load(tl.multiple_of(at, [4, 4]) + both, mask=there, other=0.0)
+    else:
+        c = tl.reshape(tl.where(there, c, DIM), [rows])[:, None]
+        found = tl.load(at + both, mask=c + both < DIM, other=0.0)
+    return tl.reshape(found.to(tl.float32), [EIGHTHS, PIECES, 4, 2])
 
 
 @triton.jit
@@ -462,39 +502,48 @@ def _value_scales(
     if KIND == "int4":
         c = tl.arange(0, size // piece)[None, None, :, None, None] * piece // 16 * 32  # the first of 16 with a scale
         inside = there & (c < V_DIM)
-        scale_low = tl.load(scale + c // group, mask=inside, other=0.0)
-        zero_low = tl.load(zero + c // group, mask=inside, other=0.0)
+        scale_low = _of_pieces(scale + c // group, inside, shape)
+        zero_low = _of_pieces(zero + c // group, inside, shape)
         if PAIRED:
             found = scale_low, zero_low, scale_low, zero_low
         else:
             c += 16
             inside = there & (c < V_DIM)
-            scale_high = tl.load(scale + c // group, mask=inside, other=0.0)
-            found = scale_low, zero_low, scale_high, tl.load(zero + c // group, mask=inside, other=0.0)
+            scale_high = _of_pieces(scale + c // group, inside, shape)
+            found = scale_low, zero_low, scale_high, _of_pieces(zero + c // group, inside, shape)
     else:
         # by each thread that needs it, as codes would else be moved to those that have loaded it
-        one = tl.load(tl.broadcast_to(scale, shape), mask=tl.broadcast_to(there, shape), other=0.0)
+        one = _of_pieces(scale, there, shape)
         found = one, one, one, one
     return found
+
+
+@triton.jit
+def _of_pieces(at, there, shape: tl.constexpr):
+    """The scale or zero point of each piece of a value, in the thread that has the piece."""
+    rows: tl.constexpr = shape[0] * shape[1] * shape[2] * shape[3]
+    at, there = tl.broadcast_to(at, shape), tl.broadcast_to(there, shape)
+    return tl.reshape(tl.load(tl.reshape(at, [rows]), mask=tl.reshape(there, [rows]), other=0.0), shape)
 
 
 @triton.jit
 def _coded_values(
     base, scales, there,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
-    WIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values [keys, dim] in the type of the call; addresses are those of the tokens that `_held` names."""
     size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
     real_size: tl.constexpr = (V_DIM + 31) // 32 * 16 if KIND == "int4" else V_DIM
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
-    each: tl.constexpr = 4 if WORDS else 1  # bytes that are loaded as one
-    n = tl.arange(0, count)[None, None, :, None, None] * (piece // each)
-    n += tl.arange(0, piece // each)[None, None, None, None, :]
-    base = base.to(tl.pointer_type(tl.uint32), bitcast=True) if WORDS else base
-    codes = tl.load(base + n, mask=there & (n < real_size // each), other=0)
     shape: tl.constexpr = [KEYS // 8, 2, count, 4, piece]
+    begin = tl.arange(0, count)[None, None, :, None, None] * piece
+    if real_size % piece == 0:
+        codes = _codes(base + begin, there & (begin < real_size), shape, piece, ALIGNED, WORDS)
+    else:  # the rest of a piece is in another value, or in none
+        n = begin + tl.arange(0, piece)[None, None, None, None, :]
+        codes = tl.load(base + n, mask=there & (n < real_size), other=0)
     scale_low, zero_low, scale_high, zero_high = scales
     if KIND == "int4":
         low, high = _halves_of_bytes(codes, shape, WORDS, PTX)

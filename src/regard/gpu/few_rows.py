@@ -1,6 +1,7 @@
 """Decoding on a GPU: starts the kernels of `decode.py`, one for each part of the storage and one that merges."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class SpanBlocks(NamedTuple):
     """How the kernel of spans is cut."""
 
     blocks: Blocks
-    chunk: int  # dimensions that scores are summed over at once, which is a loop in the kernel; 0: all
+    chunk: int  # dimensions that scores are summed over at once, in a loop of the kernel, or negative: without; 0: all
 
 
 def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | None:
@@ -196,7 +197,7 @@ def _is_readable(k: Part, v: Part) -> bool:
 
 
 def _is_contiguous(part: Part) -> bool:
-    if part.tiled and part.data.shape[3] > 1 and part.data.stride(3) != TILE:
+    if part.tiled and (_alignment(part.data) < TILE or part.data.shape[3] > 1 and part.data.stride(3) != TILE):
         return False
     tables = [t for t in (part.data, part.scale, part.zero_point, part.table) if t is not None]
     alike = part.zero_point is None or part.scale is None or part.zero_point.stride() == part.scale.stride()
@@ -242,6 +243,7 @@ def _run(
     blocks, chunk = _blocks(i, tokens, group * queries)
     programs = spans * kv_heads * -(-group * queries // blocks.rows) * batch
     flagged = tiles.masked and v.kind == "plain"  # codes are finite
+    v_aligned = 1 if v.scale is None else _alignment(v.data, v.data.shape[3] if v.kind == "int4" else v_dim)
     flags = torch.empty(programs, dtype=torch.int32, device=i.q.device) if flagged else tiles.kinds
     for careful in (False, True) if flagged else (False,):
         with started(i.q.device):
@@ -261,18 +263,18 @@ def _run(
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and _is_aligned(v, v_dim),
+                SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and v_aligned % 4 == 0, V_ALIGNED=v_aligned,
+                K_PAIRED=k.scale is not None and _alignment(k.scale, dim - rest, dim) % 4 == 0,
                 V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group,
-                V_TOKEN=v.data.stride(2) if v.scale is not None else 0,
-                V_SCALES=v.scale.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
+                V_TOKEN=v.data.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
 
-def _is_aligned(v: Part, v_dim: int) -> bool:
-    """Whether codes of values can be read in words of 4 bytes."""
-    size = v.data.shape[3] if v.kind == "int4" else v_dim
-    return all(n % 4 == 0 for n in (v.data.data_ptr(), size, *v.data.stride()[:3]))
+def _alignment(t: Tensor, *others: int) -> int:
+    """Bytes, at most 16, that all rows of a tensor begin at a multiple of."""
+    item = t.element_size()
+    return gcd(16, t.data_ptr(), *(n * item for n in (*t.stride()[:3], *others)))
 
 
 def _ptx(device: torch.device, in_keys: bool) -> int:
