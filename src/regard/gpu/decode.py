@@ -398,7 +398,23 @@ def _keys(
     if KIND == "plain":
         c = c0 + tl.arange(0, COUNT)
         mask = there[None, :] & (c[:, None] < DIM)
-        return _rounded(tl.load(base[None, :] + c[:, None], mask=mask, other=0.0), dtype, WIDE)
+        found = _rounded(tl.load(base[None, :] + c[:, None], mask=mask, other=0.0), dtype, WIDE)
+    else:
+        found = _coded_keys(
+            base, tile, c0, piece_there, there, scale, zero, scale_token, group,
+            DIM, COUNT, KEYS, KIND, PER_TOKEN, IN_KEYS, dtype, WIDE, K_PAIRED, WORDS, PTX,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _coded_keys(
+    base, tile, c0, piece_there, there, scale, zero, scale_token, group,
+    DIM: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
+    IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, K_PAIRED: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Those of codes."""
     piece: tl.constexpr = _piece(KEYS)
     count: tl.constexpr = KEYS // piece
     each: tl.constexpr = 2 if KIND == "int4" else 1  # channels of a byte
