@@ -91,7 +91,7 @@ def span(
     i = r % queries
     real = r < GROUP * queries
     c = _channels(tl.arange(0, DIM_PADDED), K_KIND)
-    cv = c if IN_KEYS else _value_channels(tl.arange(0, V_DIM_PADDED), V_DIM_PADDED, V_KIND)
+    cv = c if IN_KEYS else _value_channels(tl.arange(0, V_DIM_PADDED), V_DIM_PADDED, V_KIND, WORDS)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
     q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None].to(tl.int64) * q_token
     dtype: tl.constexpr = q.dtype.element_ty
@@ -151,7 +151,7 @@ def span(
                 # none of them is copied ahead, so that their way is as long as that of the keys
                 v_scales = _value_scales(
                     v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
-                    V_PAIRED,
+                    V_PAIRED, WORDS,
                 )  # fmt: skip
         else:
             keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
@@ -324,23 +324,23 @@ def _channels(n, KIND: tl.constexpr):
 
 
 @triton.jit
-def _value_channels(n, V_DIM_PADDED: tl.constexpr, KIND: tl.constexpr):
+def _value_channels(n, V_DIM_PADDED: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr):
     """Which channel of values the n-th column is; codes of int4 have channels c (low half) and 16 + c in one byte."""
     if KIND == "plain":
         return n
-    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND, WORDS)
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
-    if KIND == "int4":
+    if KIND == "int4" and WORDS:
         unit = n % count * piece + n // count // 2
         return unit // 16 * 32 + n // count % 2 * 16 + unit % 16
     return n % count * piece + n // count
 
 
 @triton.constexpr_function
-def _value_bytes(dim, kind):
-    """Bytes of the codes of a value with these dimensions."""
-    return dim // 2 if kind == "int4" else dim
+def _value_bytes(dim, kind, words):
+    """Bytes that are decoded for a value with these dimensions, those of int4 twice if not in words."""
+    return dim // 2 if kind == "int4" and words else dim
 
 
 @triton.jit
@@ -414,10 +414,14 @@ def _coded_keys(
     IN_KEYS: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, K_PAIRED: tl.constexpr, WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Those of codes."""
+    """Those of codes.
+
+    Channels of int4 are two in a byte. In words both are decoded from one load; else, as Triton (3.6) compiles what
+    joins them for several warps to wrong numbers, each loads its byte, as a code of 8 bits.
+    """
     piece: tl.constexpr = _piece(KEYS)
     count: tl.constexpr = KEYS // piece
-    each: tl.constexpr = 2 if KIND == "int4" else 1  # channels of a byte
+    each: tl.constexpr = 2 if KIND == "int4" and WORDS else 1  # channels of a byte that are decoded together
     # by 8 channels, the bytes of two, pieces, the pairs of 4 threads, and words of 4 tokens
     r = tl.arange(0, COUNT // 8)[:, None, None, None, None]
     byte = tl.arange(0, 2 // each)[None, :, None, None, None]
@@ -426,8 +430,11 @@ def _coded_keys(
     n = c0 // each + (r * 4 + x) * (2 // each) + byte
     inside = piece_there[None, None, :, None, None]
     shape: tl.constexpr = [COUNT // 8, 2 // each, count, 4, piece]
-    at = base[None, None, :, None, None] + (n * 16 + h % (16 // piece) * piece)
+    unit = n // 2 if KIND == "int4" and not WORDS else n
+    at = base[None, None, :, None, None] + (unit * 16 + h % (16 // piece) * piece)
     codes = _codes(at, inside & (n * each < DIM), shape, piece, piece, WORDS)
+    if KIND == "int4" and not WORDS:
+        codes = (codes >> (n % 2 * 4).to(tl.uint8)) & 15
     if PER_TOKEN:
         y = h % (16 // piece) * piece + tl.arange(0, piece)[None, None, None, None, :]
         at = (tile[None, None, :, None, None] * 16 + y) * scale_token
@@ -444,20 +451,26 @@ def _coded_keys(
         there = piece_there[None, :, None]
         scales = _pairs(scale[None, :, None] + at, c, there, DIM, COUNT // 8, count, K_PAIRED)
         if KIND == "int4":
+            zeros = _pairs(zero[None, :, None] + at, c, there, DIM, COUNT // 8, count, K_PAIRED)
+        if each == 2:
             scale_low, scale_high = tl.split(scales)
             scale_low, scale_high = scale_low[:, None, :, :, None], scale_high[:, None, :, :, None]
-            zeros = _pairs(zero[None, :, None] + at, c, there, DIM, COUNT // 8, count, K_PAIRED)
             zero_low, zero_high = tl.split(zeros)
             zero_low, zero_high = zero_low[:, None, :, :, None], zero_high[:, None, :, :, None]
         else:
             scale_low = tl.permute(scales, [0, 3, 1, 2])[:, :, :, :, None]
-    if KIND == "int4":
-        low, high = _halves_of_bytes(codes, shape, WORDS, PTX)
+            if KIND == "int4":
+                zero_low = tl.permute(zeros, [0, 3, 1, 2])[:, :, :, :, None]
+    if each == 2:
+        low, high = _halves_of_bytes(codes, shape, PTX)
         low = _rounded(low * scale_low + zero_low, dtype, WIDE)
         high = _rounded(high * scale_high + zero_high, dtype, WIDE)
         found = tl.permute(tl.reshape(tl.join(low, high), [COUNT // 16, 2, count, 4, piece, 2]), [0, 3, 1, 5, 4, 2])
     else:
-        found = _rounded(_scaled(codes, scale_low, KIND, shape, WORDS, PTX), dtype, WIDE)
+        if KIND == "int4":
+            found = _rounded(codes.to(tl.float32) * scale_low + zero_low, dtype, WIDE)
+        else:
+            found = _rounded(_scaled(codes, scale_low, KIND, shape, WORDS, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [COUNT // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [COUNT, KEYS])
 
@@ -506,16 +519,22 @@ def _pairs(
 def _value_scales(
     scale, zero, there, group,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Scales of values, and for int4 zero points and both of the high halves of bytes, for each piece of a value.
 
     Args:
         PAIRED: whether both halves of a byte have the same scale.
     """
-    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND, WORDS)
     piece: tl.constexpr = _piece(size)
     shape: tl.constexpr = [KEYS // 8, 2, size // piece, 4, 1]
-    if KIND == "int4":
+    if KIND == "int4" and not WORDS:
+        c = tl.arange(0, size // piece)[None, None, :, None, None] * piece
+        inside = there & (c < V_DIM)
+        one, of_zero = _of_pieces(scale + c // group, inside, shape), _of_pieces(zero + c // group, inside, shape)
+        found = one, of_zero, one, of_zero
+    elif KIND == "int4":
         c = tl.arange(0, size // piece)[None, None, :, None, None] * piece // 16 * 32  # the first of 16 with a scale
         inside = there & (c < V_DIM)
         scale_low = _of_pieces(scale + c // group, inside, shape)
@@ -549,26 +568,34 @@ def _coded_values(
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values [keys, dim] in the type of the call; addresses are those of the tokens that `_held` names."""
-    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND)
-    real_size: tl.constexpr = (V_DIM + 31) // 32 * 16 if KIND == "int4" else V_DIM
+    halves: tl.constexpr = KIND == "int4" and not WORDS  # each channel loads its byte, see `_coded_keys`
+    size: tl.constexpr = _value_bytes(V_DIM_PADDED, KIND, WORDS)
+    real_size: tl.constexpr = V_DIM if halves or KIND != "int4" else (V_DIM + 31) // 32 * 16
     piece: tl.constexpr = _piece(size)
     count: tl.constexpr = size // piece
     shape: tl.constexpr = [KEYS // 8, 2, count, 4, piece]
     begin = tl.arange(0, count)[None, None, :, None, None] * piece
-    if real_size % piece == 0:
+    if halves:
+        n = begin + tl.arange(0, piece)[None, None, None, None, :]
+        codes = tl.load(base + (n // 32 * 16 + n % 16), mask=there & (n < real_size), other=0)
+        codes = (codes >> (n // 16 % 2 * 4).to(tl.uint8)) & 15
+    elif real_size % piece == 0:
         codes = _codes(base + begin, there & (begin < real_size), shape, piece, ALIGNED, WORDS)
     else:  # the rest of a piece is in another value, or in none
         n = begin + tl.arange(0, piece)[None, None, None, None, :]
         codes = tl.load(base + n, mask=there & (n < real_size), other=0)
     scale_low, zero_low, scale_high, zero_high = scales
-    if KIND == "int4":
-        low, high = _halves_of_bytes(codes, shape, WORDS, PTX)
+    if KIND == "int4" and WORDS:
+        low, high = _halves_of_bytes(codes, shape, PTX)
         low = _rounded(low * scale_low.to(tl.float32) + zero_low.to(tl.float32), dtype, WIDE)
         high = _rounded(high * scale_high.to(tl.float32) + zero_high.to(tl.float32), dtype, WIDE)
         found = tl.reshape(tl.join(low, high), [KEYS // 16, 2, 2, count, 4, piece, 2])
         found = tl.permute(found, [0, 4, 1, 2, 5, 6, 3])
     else:
-        found = _rounded(_scaled(codes, scale_low.to(tl.float32), KIND, shape, WORDS, PTX), dtype, WIDE)
+        if halves:
+            found = _rounded(codes.to(tl.float32) * scale_low.to(tl.float32) + zero_low.to(tl.float32), dtype, WIDE)
+        else:
+            found = _rounded(_scaled(codes, scale_low.to(tl.float32), KIND, shape, WORDS, PTX), dtype, WIDE)
         found = tl.permute(tl.reshape(found, [KEYS // 16, 2, 2, count, 4, piece]), [0, 4, 1, 2, 5, 3])
     return tl.reshape(found, [KEYS, V_DIM_PADDED])
 
@@ -604,14 +631,10 @@ def _scaled(codes, scale, KIND: tl.constexpr, shape: tl.constexpr, WORDS: tl.con
 
 
 @triton.jit
-def _halves_of_bytes(codes, shape: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """The low and the high halves of bytes, alone or four in a word, float32."""
-    if WORDS:
-        low = tl.reshape(_bytes(codes & 0x0F0F0F0F, 8388608.0, PTX), shape)
-        high = tl.reshape(_bytes(codes >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape)
-    else:
-        low, high = (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
-    return low, high
+def _halves_of_bytes(codes, shape: tl.constexpr, PTX: tl.constexpr):
+    """The low and the high halves of bytes, four in a word, float32."""
+    low = tl.reshape(_bytes(codes & 0x0F0F0F0F, 8388608.0, PTX), shape)
+    return low, tl.reshape(_bytes(codes >> 4 & 0x0F0F0F0F, 8388608.0, PTX), shape)
 
 
 @triton.jit

@@ -308,7 +308,7 @@ def _blocks(i: Inputs, t: Tokens, rows: int) -> SpanBlocks:
             f"program needs 128 KiB of shared memory, and there are {shared_memory(i.q.device) >> 10}. Call in "
             "bfloat16, or pass backend='reference'."
         )
-    return cut._replace(blocks=Blocks(min(64, padded(rows)), 32, 32, warps=1, stages=1)) if cpu else cut
+    return cut._replace(blocks=Blocks(min(64, padded(rows)), 32, 32, warps=cut.blocks.warps, stages=1)) if cpu else cut
 
 
 def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
     elif described and extra:
         blocks = Blocks(64, 64, 64, warps=4, stages=2)
     elif described:
-        blocks = Blocks(128, 64, 64, *((4, 4, 2) if dim <= 64 else (8, 4, 1)))
+        blocks = Blocks(128, 64, 64, *((4, 4, 2) if dim <= 64 else (8, 3, 1)))
     else:
         blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
     return fitting(blocks, dim * item, 2 * dim * item, extra, shared)
