@@ -189,15 +189,16 @@ WANTED = {
 @pytest.mark.parametrize("names", WANTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_only_kernels_start_whose_gradients_are_wanted(names: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    from regard.gpu import gradients
+    from regard.gpu.starts import Starts
 
-    started, launch = list[str](), gradients.launch_twice
+    started, run = list[str](), Starts.run
 
-    def record(kernel: Any, *rest: Any, **constants: Any) -> None:
-        started.append(kernel.fn.__name__)
-        launch(kernel, *rest, **constants)
+    def record(self: Starts, *arguments: Any) -> None:
+        name = self.each[0][0].kernel.fn.__name__
+        started.extend([name] if name != "forward" else [])
+        run(self, *arguments)
 
-    monkeypatch.setattr(gradients, "launch_twice", record)
+    monkeypatch.setattr(Starts, "run", record)
     sizes = {"q": (1, 4, 40, 16), "k": (1, 2, 40, 16), "v": (1, 2, 40, 8), "bias": (4, 1, 40)}
     inputs = {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
     inputs |= {"sink": torch.randn(4), "slopes": torch.rand(4)}

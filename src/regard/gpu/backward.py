@@ -31,13 +31,14 @@ from regard.gpu.tokens import block_of
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_queries(
-    q, k, v, dout, top, rest, delta, dq, flags, k_described, v_described,
+    q, k, v, dout, top, rest, delta, dq, flags, distance, bias, ddistance, dbias, k_described, v_described,
+    seed_low, seed_high,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dq_batch, dq_head, dq_token,
-    distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
-    ddistance, dbias, dbias_batch, dbias_head, dbias_query, dbias_key,
+    distance_head, bias_batch, bias_head, bias_query, bias_key,
+    dbias_batch, dbias_head, dbias_query, dbias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-    batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    batch, heads, group, queries, keys, section, scale, softcap, threshold, keep_scale,
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -214,12 +215,12 @@ def _slope(before, softcap, keep, GUARDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_keys(
-    q, k, v, dout, top, rest, delta, dk, dv, flags, q_described, dout_described,
+    q, k, v, dout, top, rest, delta, dk, dv, flags, distance, bias, q_described, dout_described, seed_low, seed_high,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
-    distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+    distance_head, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-    batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    batch, heads, group, queries, keys, section, scale, softcap, threshold, keep_scale,
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,

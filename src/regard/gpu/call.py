@@ -1,7 +1,7 @@
 """A call as the GPU kernels take it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +38,11 @@ class Call:
     """Whether the keys are a part of those of the state that is differentiated."""
     is_line: bool = False
     """Whether the bias by distance is `-slope * |distance|`, given by (slope, offset) of each head: `distance.line`."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What kernels are passed of it besides the schedule and the seed."""
+        return self.scale, self.softcap, self.dropout, self.is_line
 
     @property
     def drops(self) -> tuple[int, int, int, float]:

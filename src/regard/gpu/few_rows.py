@@ -20,9 +20,9 @@ from regard.gpu.launch import (
     padded,
     precision,
     shared_memory,
-    started,
     warps_and_stages,
 )
+from regard.gpu.starts import started
 from regard.gpu.tables import by_tile
 from regard.storage.codec import CHUNK as BYTE_CHUNK
 from regard.storage.codec import TILE

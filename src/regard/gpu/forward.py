@@ -32,11 +32,11 @@ from regard.gpu.tokens import block_of
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def forward(
-    q, k, v, out, lse, sink, flags, k_described, v_described,
+    q, k, v, out, lse, sink, flags, distance, bias, k_described, v_described, seed_low, seed_high,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, out_batch, out_head, out_token,
-    distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+    distance_head, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
-    batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    batch, heads, group, queries, keys, section, scale, softcap, threshold, keep_scale,
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr,

@@ -9,21 +9,21 @@ from torch import Tensor
 from regard.gpu.backward import gradient_of_keys, gradient_of_queries
 from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import (
-    biases,
+    biases_or,
     blocks_of,
     computed_in,
     constants,
     descriptors,
     keys_blocks,
-    launch_twice,
     padded,
     placed,
     queries_blocks,
     section,
-    start,
-    started,
+    starts_of,
+    steps_of_biases,
 )
 from regard.gpu.rows import prepare_rows
+from regard.gpu.starts import Start, Starts, form, kept
 from regard.gpu.tables import by_key, by_query
 from regard.gpu.tokens import is_described
 from regard.gpu.totals import LOG2E, Totals, totals
@@ -54,12 +54,11 @@ def prepared(out: Tensor, dout: Tensor, lse: Tensor, tile: int) -> Rows:
     """The rows of a call without biases and sink: lse is contiguous, and the channels of a row of out and dout are."""
     (batch, heads, queries, dim), rows = out.shape, -(-out.shape[2] // tile) * tile
     delta, top = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=out.device)
-    with started(out.device):
-        start(
-            prepare_rows, batch * heads * rows // PREPARED_ROWS,
-            (out, dout, lse, delta, top, *out.stride()[:3], *dout.stride()[:3], heads, queries, rows),
-            {"ROWS": PREPARED_ROWS, "DIM": dim, "DIM_PADDED": padded(dim)}, out.device,
-        )  # fmt: skip
+    Start(
+        prepare_rows, batch * heads * rows // PREPARED_ROWS,
+        (*out.stride()[:3], *dout.stride()[:3], heads, queries, rows),
+        {"ROWS": PREPARED_ROWS, "DIM": dim, "DIM_PADDED": padded(dim)}, out.device,
+    )(out, dout, lse, delta, top)  # fmt: skip
     return Rows(dout, top, top, delta)
 
 
@@ -104,16 +103,28 @@ def of_queries(
     dq = torch.empty(i.q.shape, dtype=computed_in(i.q), device=i.q.device) if found is None else found
     ddistance = torch.zeros_like(i.distance) if distance_wanted and i.distance is not None else None
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if bias_wanted and i.bias is not None else None
-    into = placed(dbias) if dbias is not None else (rows.delta, 0, 0, 0, 0)
-    blocks = blocks_of(queries_blocks, i, is_line=call.is_line)
-    launch_twice(
-        gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None,
+    blocks, nothing = blocks_of(queries_blocks, i, is_line=call.is_line), rows.delta
+
+    def make() -> Starts:
+        return starts_of(
+            gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None,
+            i.q.device,
+            (
+                *(stride for t in (i.q, i.k, i.v, rows.dout, dq) for stride in t.stride()[:3]),
+                *steps_of_biases(i), *((0, 0, 0, 0) if dbias is None else placed(dbias)[1:]),
+                *by_query(s, i.q.device),
+                *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0),
+                *call.drops[2:],
+            ),
+            constants(call, i, blocks)
+            | {"KEYS": blocks.tokens, "DDISTANCE": ddistance is not None, "DBIAS": dbias is not None},
+        )  # fmt: skip
+
+    forms = map(form, (*i, rows.dout, dq, ddistance, dbias))
+    kept(s, ("queries", found is None, *call.form, *forms), make).run(
         (i.q, i.k, i.v, *rows, dq),
-        *descriptors(blocks, i.k, i.v),
-        *(stride for t in (i.q, i.k, i.v, rows.dout, dq) for stride in t.stride()[:3]),
-        *biases(i, rows.top), rows.delta if ddistance is None else ddistance, *into, *by_query(s, i.q.device),
-        *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
-        **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
+        (*biases_or(i, nothing), nothing if ddistance is None else ddistance, nothing if dbias is None else dbias),
+        descriptors(blocks, i.k, i.v), call.drops[:2],
     )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
@@ -145,15 +156,23 @@ def of_keys(
         i.v if dv is None else dv,
     )  # where one is not wanted, the kernel does not write to it
     for which in passes(i, k_wanted, v_wanted):
-        launch_twice(
-            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // blocks.rows, blocks, s,
-            found is not None, (i.q, i.k, i.v, *rows, *into),
-            *descriptors(blocks, i.q, rows.dout),
-            *(stride for t in (i.q, i.k, i.v, rows.dout, *into) for stride in t.stride()[:3]),
-            *biases(i, rows.top), *by_key(s, i.q.device), batch, heads, group, queries, keys,
-            *(max(1, section(i) // group), call.scale, call.softcap or 0.0, *call.drops),
-            **constants(call, i, blocks), QUERIES=blocks.tokens, **which,
-        )  # fmt: skip
+
+        def make(which: dict[str, bool] = which) -> Starts:
+            return starts_of(
+                gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // blocks.rows, blocks, s,
+                found is not None, i.q.device,
+                (
+                    *(stride for t in (i.q, i.k, i.v, rows.dout, *into) for stride in t.stride()[:3]),
+                    *steps_of_biases(i), *by_key(s, i.q.device), batch, heads, group, queries, keys,
+                    *(max(1, section(i) // group), call.scale, call.softcap or 0.0, *call.drops[2:]),
+                ),
+                constants(call, i, blocks) | {"QUERIES": blocks.tokens} | which,
+            )  # fmt: skip
+
+        forms = map(form, (*i, rows.dout, *into))
+        kept(s, ("keys", found is None, *which.values(), *call.form, *forms), make).run(
+            (i.q, i.k, i.v, *rows, *into), biases_or(i, rows.delta), descriptors(blocks, i.q, rows.dout), call.drops[:2]
+        )
     return None if dk is None else dk.to(i.q.dtype), None if dv is None else dv.to(i.q.dtype)
 
 

@@ -1,19 +1,18 @@
 """Starting the GPU kernels: sizes of blocks, strides, and how many programs run."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton import JITFunction
 
 from regard.gpu.call import Call, Inputs
 from regard.gpu.forward import forward
+from regard.gpu.starts import Start, Starts, form, kept
 from regard.gpu.tables import by_query
-from regard.gpu.tokens import ALIGNED, descriptor, is_described
+from regard.gpu.tokens import descriptor, is_described
 from regard.plan.schedule import Schedule
 
 CACHE = 24 << 20
@@ -170,19 +169,27 @@ def run(call: Call, i: Inputs, found: tuple[Tensor, Tensor] | None = None) -> tu
         lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
     else:
         out, lse = found
-    tables, blocks = by_query(s, i.q.device), blocks_of(forward_blocks, i, is_line=call.is_line)
     q, scale = i.q, call.scale
     if scale <= 0 and call.softcap is None and i.distance is None and i.bias is None:
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    launch_twice(
-        forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None,
-        (q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
-        *descriptors(blocks, i.k, i.v),
-        *(stride for t in (q, i.k, i.v, out) for stride in t.stride()[:3]),
-        *biases(i, lse),
-        *tables,
-        *(batch, heads, heads // kv_heads, queries, keys, section(i), scale, call.softcap or 0.0, *call.drops),
-        **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None,
+    blocks = blocks_of(forward_blocks, i, is_line=call.is_line)
+
+    def make() -> Starts:
+        return starts_of(
+            forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, s, found is not None, i.q.device,
+            (
+                *(stride for t in (q, i.k, i.v, out) for stride in t.stride()[:3]),
+                *steps_of_biases(i), *by_query(s, i.q.device),
+                *(batch, heads, heads // kv_heads, queries, keys, section(i), scale, call.softcap or 0.0),
+                *call.drops[2:],
+            ),
+            constants(call, i, blocks) | {"KEYS": blocks.tokens, "SINK": i.sink is not None},
+        )  # fmt: skip
+
+    starts = kept(s, ("forward", found is None, *call.form, *map(form, (q, i.k, i.v, i.sink, i.distance, i.bias, out))), make)
+    starts.run(
+        (q, i.k, i.v, out, lse, lse if i.sink is None else i.sink), biases_or(i, lse),
+        descriptors(blocks, i.k, i.v), call.drops[:2],
     )  # fmt: skip
     return out.to(i.q.dtype), lse
 
@@ -199,83 +206,29 @@ def empty_output(q: Tensor, v_dim: int) -> Tensor:
     return out.transpose(1, 2) if by_token else out
 
 
-def launch_twice(
-    kernel: Any, units: int, blocks: Blocks, s: Schedule, is_there: bool, tensors: tuple[Tensor, ...], *arguments: Any,
-    **constants: Any,
-) -> None:  # fmt: skip
-    """Run a kernel, and again with care for what is not finite: after the tensors it takes a flag for each program.
+def starts_of(
+    kernel: Any, programs: int, blocks: Blocks, s: Schedule, is_there: bool, device: torch.device,
+    rest: tuple[Any, ...], constants: dict[str, Any],
+) -> Starts:  # fmt: skip
+    """The starts of a kernel: the first, and again with care for what is not finite.
 
     Args:
         s: without PARTIAL tiles nothing is hidden where it could reach a row.
-        is_there: whether another kernel has computed the results, so that the second run is the only one.
+        is_there: whether another kernel has computed the results, so that only the second is started.
+        rest, constants: the arguments behind those of `Starts.run`, and the constants besides those of blocks.
     """
-    device, flagged = tensors[0].device, len(s.patch_tile) > 0 and not is_there
-    flags = torch.empty(units, dtype=torch.int32, device=device) if flagged else tensors[-1]
+    flagged, each = len(s.patch_tile) > 0 and not is_there, list[tuple[Start, bool]]()
     for careful in (False, True) if flagged else (is_there,):
         few = blocks._replace(stages=1, patch_stages=1) if careful else blocks
-        launch(
-            kernel, units, few, device, *tensors, flags, *arguments,
-            **constants | {"STAGES": few.stages, "PATCH_STAGES": few.patch_stages, "CAREFUL": careful, "FLAGS": flagged},
-        )  # fmt: skip
+        more = {"STAGES": few.stages, "PATCH_STAGES": few.patch_stages, "CAREFUL": careful, "FLAGS": flagged}
+        all_constants = constants | more | warps_and_stages(few, device)
+        each.append((Start(kernel, programs, rest, all_constants, device), careful))
+    return Starts(tuple(each), programs if flagged else 0)
 
 
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Run a kernel with a program for each unit, on the device and the stream of its tensors."""
-    with started(device):
-        start(kernel, units, arguments, constants | warps_and_stages(blocks, device), device)
-
-
-def start(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device
-) -> None:
-    """Start the programs of a kernel, on the current stream of the device, which is the current one.
-
-    Triton looks up what it compiled by every argument in turn, which takes the host longer than the start itself. So
-    what it found is kept here by what it depends on: types, alignment, and the numbers that are compiled in.
-    """
-    if IS_INTERPRETED or device.type == "cpu":
-        kernel[(programs,)](*arguments, **constants)
-        return
-    key = (kernel, device.index, tuple(constants.values()), _known(kernel, arguments))
-    made = _made.get(key)
-    if made is None:
-        if len(_made) >= MOST_KEPT:
-            _made.clear()
-        made = kernel[(programs,)](*arguments, **constants)
-        names = kernel.arg_names[len(arguments) :]
-        if all(name in constants for name in names):  # as positions, which a compiled kernel wants
-            _made[key] = made, names
-        return
-    compiled, names = made
-    compiled[(programs, 1, 1)](*arguments, *(constants[name] for name in names))
-
-
-MOST_KEPT = 4096
-"""Kernels that are kept by their arguments."""
-
-_made: dict[Any, Any] = {}
-
-
-def _known(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What Triton compiles for, of each argument."""
-    return tuple(
-        (x.dtype, x.data_ptr() % ALIGNED == 0)
-        if isinstance(x, Tensor)
-        else (abs(x) >> 31 > 0 if free else x)
-        if isinstance(x, int)
-        else type(x)
-        if isinstance(x, float)
-        else None
-        if x is None
-        else (x.base.dtype, *x.block_shape)
-        for x, free in zip(arguments, _unspecialized(kernel), strict=False)
-    )
-
-
-@cache
-def _unspecialized(kernel: Any) -> tuple[bool, ...]:
-    """Of which arguments a kernel is compiled for any value."""
-    return tuple(bool(one.do_not_specialize) for one in kernel.params)
+    Start(kernel, units, arguments, constants | warps_and_stages(blocks, device), device)()
 
 
 def descriptors(blocks: Blocks, *tensors: Tensor) -> list[Any]:
@@ -286,11 +239,6 @@ def descriptors(blocks: Blocks, *tensors: Tensor) -> list[Any]:
 def warps_and_stages(blocks: Blocks, device: torch.device) -> dict[str, int]:
     """How a kernel is compiled; the interpreter does not compile."""
     return {} if device.type == "cpu" else {"num_warps": blocks.warps, "num_stages": blocks.stages}
-
-
-def started(device: torch.device) -> AbstractContextManager[Any]:
-    """Where a kernel is started: on the device of its tensors; on a CPU without numpy's warnings of infinite scores."""
-    return np.errstate(all="ignore") if device.type == "cpu" else torch.cuda.device(device)
 
 
 def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:
@@ -327,6 +275,17 @@ def biases(i: Inputs, nothing: Tensor) -> tuple[Any, ...]:
     """The addresses and strides of the biases; `nothing` where there is none."""
     distance = (nothing, 0) if i.distance is None else (i.distance, i.distance.stride(0))
     return *distance, *((nothing, 0, 0, 0, 0) if i.bias is None else placed(i.bias))
+
+
+def biases_or(i: Inputs, nothing: Tensor) -> tuple[Tensor, Tensor]:
+    """The biases by distance and by pair; `nothing` where there is none."""
+    return nothing if i.distance is None else i.distance, nothing if i.bias is None else i.bias
+
+
+def steps_of_biases(i: Inputs) -> tuple[int, ...]:
+    """Their strides."""
+    steps = (0, 0, 0, 0) if i.bias is None else placed(i.bias)[1:]
+    return 0 if i.distance is None else i.distance.stride(0), *steps
 
 
 def placed(t: Tensor) -> tuple[Tensor, int, int, int, int]:

@@ -57,9 +57,8 @@ def descriptor(t: Tensor, tokens: int, dim_padded: int) -> Any:
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    *sizes, dim = t.shape
     # the step along an axis of one element is never taken, and may be anything
-    steps = [step if size > 1 else dim_padded for step, size in zip(t.stride(), sizes, strict=False)]
+    steps = [step if size > 1 else dim_padded for step, size in zip(t.stride()[:3], t.shape, strict=False)]
     return TensorDescriptor(t, list(t.shape), [*steps, 1], [1, 1, tokens, dim_padded])
 
 
