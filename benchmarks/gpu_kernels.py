@@ -4,7 +4,8 @@
 
 Every kernel is compiled for each chip and type (`triton.compile` needs no GPU), and the machine code is read:
 `cuobjdump --dump-resource-usage`, which comes with Triton, counts registers and bytes of the stack (spilled registers),
-and the assembly shows whether products run on tensor cores and copies are asynchronous.
+and the assembly shows whether products run on tensor cores and copies are asynchronous. For Hopper (sm_90) two faults
+are looked for that a GPU showed: products that wait for each other, and warps whose rows are not there.
 """
 
 import argparse
@@ -37,6 +38,13 @@ COPIES = {"gfx942": "global_load"}
 """The instruction that copies to shared memory while the program computes; cp.async elsewhere."""
 
 
+WARPED = re.compile(r"nvidia_mma<\{versionMajor = 3, .*?warpsPerCTA = \[(\d+)")
+"""The warps along the rows of a product of warp groups; each has 16 rows."""
+
+SERIALIZED = re.compile(r"C75\d\d|wgmma.*serializ", re.IGNORECASE)
+"""What ptxas says where it cannot keep products of warp groups apart from what reads their operands."""
+
+
 class Variant(NamedTuple):
     """A kernel as it is compiled: its name, type, dimensions of a head, and what is beside q, k and v."""
 
@@ -57,12 +65,20 @@ class Compiled(NamedTuple):
     shared: int  # bytes of a program
     products: int  # instructions of tensor cores
     copies: int  # asynchronous ones
+    rows: int  # of a block
+    warped: int  # the most rows that the warps of a product of warp groups have, 0 without one
+    serialized: bool  # whether ptxas makes products of warp groups wait for each other
 
 
 def variants() -> list[Variant]:
-    """Every kernel, for half types with heads of 64 and 128, for float32, and with everything that a call may have."""
+    """Every kernel, for half types with heads of 64 and 128, for float32, and with everything that a call may have.
+
+    "LINE" has the biases of ALiBi by slope and offset, "DISTANCE" by a vector. "CAREFUL" is the second start of a
+    kernel, which computes what is not finite; "REPAIR" is that of what another kernel computed.
+    """
     names = ["forward", "gradient_of_queries", "gradient_of_keys", "gradient_of_values"]
     plain = [Variant(name, "bf16", dim) for name in names for dim in (64, 128)]
+    three = names[:3]
     extras = "SOFTCAP", "DISTANCE", "DROPOUT"
     return [v for v in plain if (v.kernel, v.dim) != ("gradient_of_values", 64)] + [
         Variant("forward", "bf16", 128, ("SINK", *extras)),
@@ -72,10 +88,14 @@ def variants() -> list[Variant]:
         Variant("gradient_of_queries", "bf16", 128, ("BIAS", "DBIAS", "DDISTANCE", "DISTANCE")),
         Variant("gradient_of_keys", "bf16", 64, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
         *(Variant(name, "fp32", dim) for name in names for dim in (64, 128, 256)),
-        Variant("forward", "bf16", 256),
-        *(Variant(name, "bf16", dim, ("CAREFUL",)) for name in names[:3] for dim in (64, 128)),
+        *(Variant(name, "bf16", dim, (more,)) for name in three for dim in (64, 128) for more in ("LINE", "SOFTCAP")),
+        *(Variant(name, "bf16", 256) for name in names),
+        *(Variant(name, "bf16", dim, ("CAREFUL",)) for name in three for dim in (64, 128)),
         Variant("gradient_of_values", "bf16", 128, ("CAREFUL",)),
+        *(Variant(name, "bf16", 128, ("REPAIR",)) for name in three),
+        *(Variant(name, "fp32", 128, ("CAREFUL",)) for name in three),
         Variant("prepare_rows", "bf16", 128),
+        Variant("prepare_rows", "fp32", 256),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
         *(Variant("far_rows", "fp32", dim, ("DISTANCE", "SOFTCAP")) for dim in (64, 256)),
         Variant("sweep", "bf16", 128),
@@ -130,7 +150,9 @@ def compiled(variant: Variant, chip: str) -> Compiled:
     copies = text.count(COPIES.get(chip, "cp.async"))
     few_rows = blocks.rows < 64 and backend == "cuda"  # too few for those of a warp group
     products = text.count("mma.sync" if few_rows else PRODUCTS[chip])
-    return Compiled(registers, stack, made.metadata.shared, products, copies)
+    warped = 16 * max(map(int, WARPED.findall(made.asm["ttgir"])), default=0)
+    serialized = chip == "sm_90" and "wgmma" in text and _is_serialized(text)
+    return Compiled(registers, stack, made.metadata.shared, products, copies, blocks.rows, warped, serialized)
 
 
 def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -167,15 +189,16 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     extra = 4 * ("DISTANCE" in variant.more) + item * dense
     blocks = of(item, dim, extra, CHIPS[chip][3], dense=dense, described=_is_described(chip))
     both = has_one_pass(item, dim, described=_is_described(chip))
-    flags = dict.fromkeys(
-        ("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT", "CAREFUL"), False
-    )
-    if "CAREFUL" in variant.more:
+    flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT"), False)
+    is_careful = "CAREFUL" in variant.more or "REPAIR" in variant.more
+    if is_careful:
         blocks = blocks._replace(stages=1, patch_stages=1)
     constants: dict[str, Any] = {
-        **flags, "FLAGS": True, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
+        **flags, "CAREFUL": is_careful, "FLAGS": "REPAIR" not in variant.more,
+        "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
         "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
-        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "STAGES": blocks.stages, "PATCH_STAGES": blocks.patch_stages,
+        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim,
+        "STAGES": blocks.stages, "PATCH_STAGES": blocks.patch_stages,
         "DK": both or variant.kernel == "gradient_of_keys", "DV": both or variant.kernel == "gradient_of_values",
         **_arithmetic(variant, chip),
         **dict.fromkeys(variant.more, True), **({"DISTANCE": 2} if "LINE" in variant.more else {}),
@@ -286,6 +309,19 @@ def _usage(made: Any) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def _is_serialized(ptx: str) -> bool:
+    """Whether ptxas makes products of warp groups wait for each other."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [tool, "-arch=sm_90a", "-v", "-o", Path(folder) / "kernel.cubin", file]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return SERIALIZED.search(done.stdout + done.stderr) is not None
+
+
 def _rows(chips: list[str]) -> Iterator[tuple[Variant, str, Compiled]]:
     for variant in variants():
         for chip in chips:
@@ -320,7 +356,9 @@ def _page(lines: list[str]) -> str:
 
 Compiled for five chips without any of them (Triton {triton.__version__}, `./bench gpu-kernels --write`). The stack is
 where registers are spilled: 0 is the goal for heads of 64 and 128 in bf16. Shared memory is that of one program.
-Strides are multiples of 16 elements, as those of most calls are. Not yet timed on a GPU.
+Strides are multiples of 16 elements, as those of most calls are. "line" are the biases of ALiBi by slope and offset;
+"careful" and "repair" are the second starts of kernels, for what is not finite. The kernels for sm_90 were run and
+timed on an H200; those for the other chips are compiled only.
 
 | kernel | type | dim | with | chip | registers | stack, bytes | shared, KiB | tensor core products | async copies |
 |---|---|--:|---|---|--:|--:|--:|--:|--:|

@@ -246,8 +246,12 @@ class Launches:
 def pretended_gpu(kind: str = "cuda") -> Generator[PretendedGpu]:
     """A pretended GPU; Triton's interpreter runs the kernels of "cuda". On "mps" there is no float64."""
     properties = SimpleNamespace(
-        name="pretended", total_memory=80 << 30, shared_memory_per_block_optin=227 << 10, multi_processor_count=2,
-        major=9, minor=0,
+        name="pretended",
+        total_memory=80 << 30,
+        shared_memory_per_block_optin=227 << 10,
+        multi_processor_count=2,
+        major=9,
+        minor=0,
     )
     with (
         patch("torch.cuda.device", lambda device: np.errstate(all="ignore")),

@@ -67,7 +67,8 @@ def gradient_of_queries(
             spoiled = tl.max(is_non_finite(tl.load(dq_at, mask=inside, other=0.0)).to(tl.int32))
         if spoiled == 0:
             return
-    rows = tl.load(q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :], mask=inside, other=0.0)
+    of_q = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
+    rows = tl.load(of_q, mask=inside, other=0.0)
     dout_at = dout + b64 * dout_batch + h64 * dout_head + i[:, None].to(tl.int64) * dout_token + cv[None, :]
     given = tl.load(dout_at, mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0)
     if WIDE:

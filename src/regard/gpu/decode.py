@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportAssignmentType=false, reportGeneralTypeIssues=false
 """The kernels of decoding on GPUs: few query rows, many keys, which are read where they are stored.
 
 A program computes one span of 1,024 keys for query heads that share a key head, so that a long cache keeps all

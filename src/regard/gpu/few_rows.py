@@ -197,7 +197,7 @@ def _is_readable(k: Part, v: Part) -> bool:
 
 
 def _is_contiguous(part: Part) -> bool:
-    if part.tiled and (_alignment(part.data) < TILE or part.data.shape[3] > 1 and part.data.stride(3) != TILE):
+    if part.tiled and (_alignment(part.data) < TILE or (part.data.shape[3] > 1 and part.data.stride(3) != TILE)):
         return False
     tables = [t for t in (part.data, part.scale, part.zero_point, part.table) if t is not None]
     alike = part.zero_point is None or part.scale is None or part.zero_point.stride() == part.scale.stride()

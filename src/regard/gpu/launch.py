@@ -55,7 +55,8 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
             chosen by their times on an H200, the others by what they compile to.
     """
     if item == 4:
-        blocks = Blocks(128, 64, 64, warps=8, stages=2) if described and dim <= 64 else float32_blocks(dim, 32, described)
+        is_small = described and dim <= 64
+        blocks = Blocks(128, 64, 64, warps=8, stages=2) if is_small else float32_blocks(dim, 32, described)
     elif dense and not (described and dim <= 128):
         blocks = Blocks(64, 32, 32, warps=8, stages=2)
     elif dim > 128:
@@ -79,8 +80,10 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
         blocks = Blocks(64, 16, 16, warps=8, stages=2)
     elif dense:
         blocks = Blocks(128, 16, 16, warps=8, stages=2)
+    elif described and dim <= 64:
+        blocks = Blocks(64, 64, 64, warps=4, stages=3, patch_stages=2)
     elif described:
-        blocks = Blocks(64, 64, 64, warps=4, stages=3, patch_stages=2) if dim <= 64 else Blocks(128, 64, 64, warps=8, stages=3)
+        blocks = Blocks(128, 64, 64, warps=8, stages=3)
     else:
         blocks = Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
@@ -248,7 +251,8 @@ def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:
         "MAPS_BATCH": maps[0] > 1, "MAPS_HEADS": maps[1] > 1, "TILE": call.schedule.tile,
         "ROWS": blocks.rows, "PATCH": blocks.patch, "STAGES": blocks.stages,
         "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
-        "SOFTCAP": call.softcap is not None, "DISTANCE": 0 if i.distance is None else 2 if call.is_line else 1, "BIAS": i.bias is not None,
+        "SOFTCAP": call.softcap is not None, "DISTANCE": 0 if i.distance is None else 2 if call.is_line else 1,
+        "BIAS": i.bias is not None,
         "DROPOUT": call.dropout > 0, "WIDE": is_wide(i.q), "PRECISION": precision(i.q),
     }  # fmt: skip
 
