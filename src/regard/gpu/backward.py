@@ -167,7 +167,7 @@ def _queries_step(
     j = j0 + tl.arange(0, KEYS)
     s = tl.dot(rows, tl.trans(of_k), input_precision=PRECISION)
     dp = tl.dot(given, tl.trans(of_v), input_precision=PRECISION)
-    weights, before = _weights(
+    weights, before = _weights(  # pyright: ignore[reportGeneralTypeIssues]
         s, of_top[:, None], of_rest[:, None], i[:, None], j[None, :], queries, keys, scale, softcap,
         base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS, WIDE,
     )  # fmt: skip
@@ -372,7 +372,7 @@ def _keys_step(
     s = tl.dot(of_k, tl.trans(of_q), input_precision=PRECISION)
     if DK:
         dp = tl.dot(of_v, tl.trans(of_dout), input_precision=PRECISION)
-    weights, before = _weights(
+    weights, before = _weights(  # pyright: ignore[reportGeneralTypeIssues]
         s, of_top[None, :], of_rest[None, :], i[None, :], j[:, None], queries, keys, scale, softcap,
         base_distance, base_bias, bias_query, bias_key, SOFTCAP, DISTANCE, BIAS, WIDE,
     )  # fmt: skip

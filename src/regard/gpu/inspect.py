@@ -9,7 +9,7 @@ from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import LARGE_FLOAT32, Blocks, biases, is_wide, launch, padded, precision, run, section
 from regard.gpu.sweep import sweep
 from regard.gpu.tables import by_query
-from regard.gpu.totals import totals
+from regard.gpu.totals import far_blocks, totals
 
 MOST_VECTORS = 128
 """Vectors whose means one start of the forward kernel computes."""
@@ -31,7 +31,8 @@ class Sums(NamedTuple):
 
 def sweep_blocks(item: int, dim: int) -> Blocks:
     """For elements of `item` bytes and padded dimensions of a head. 64 keys at once would spill registers."""
-    return LARGE_FLOAT32 if item == 4 and dim > 128 else Blocks(64, 32, 32, warps=8, stages=2)
+    blocks = far_blocks(item, dim)
+    return blocks if blocks == LARGE_FLOAT32 else blocks._replace(stages=2)
 
 
 def sums(

@@ -48,8 +48,14 @@ class Totals(NamedTuple):
 
 
 def far_blocks(item: int, dim: int) -> Blocks:
-    """Of `far_rows`, which seldom computes anything: by the bytes of an element and the padded dimensions of a head."""
-    return LARGE_FLOAT32 if item == 4 and dim > 128 else Blocks(64, 32, 32, warps=8, stages=1)
+    """Of `far_rows`, which seldom computes anything: by the bytes of an element and the padded dimensions of a head.
+
+    64 rows of float32 have four warps, see `launch.float32_blocks`.
+    """
+    if item == 4 and dim > 128:
+        return LARGE_FLOAT32
+    tokens, warps = (32 if dim <= 64 else 16, 4) if item == 4 else (32, 8)
+    return Blocks(64, tokens, tokens, warps, stages=1)
 
 
 def totals(call: Call, i: Inputs, lse: Tensor) -> Totals:
