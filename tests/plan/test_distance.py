@@ -9,13 +9,15 @@ import torch
 from regard import Alibi, Bias, Causal, T5Bias, TensorBias, attend
 from regard.extend import spec
 from regard.plan import distance
-from regard.plan.distance import by_distance, kept_by_distance, split_by_distance
+from regard.plan.distance import by_distance, kept_by_distance, line, split_by_distance
+from regard.plan.problem import Operands
 from tests.pretended_gpu import CUDA, pretended_gpu
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
     distance._vectors.clear()
+    distance._lines.clear()
 
 
 @pytest.mark.parametrize("bias", [Alibi(3), T5Bias(torch.randn(16, 3)), Alibi(3) + T5Bias(torch.randn(8, 3), False)])
@@ -131,3 +133,50 @@ def test_a_bias_is_split_into_terms_by_distance_and_the_others_in_one_pass(monke
     assert split_by_distance(near) == (near, [])
     assert split_by_distance(table) == (None, [table])
     assert split_by_distance(None) == (None, [])
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6])
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(5, 5, 0), (3, 300, 297), (7, 4, -3), (1, 9, 5000)])
+def test_a_line_has_the_values_of_the_vector(heads: int, queries: int, keys: int, offset: int):
+    found = line(Alibi(heads), operands(queries, keys, offset))
+    assert found is not None
+    assert found.dtype == torch.float32
+    slope, start = found.unbind(1)
+    assert start.tolist() == [offset] * heads
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    values = -slope[:, None, None] * (i + start[:, None, None] - j).abs()
+    exact = by_distance(Alibi(heads), heads, torch.float32, offset - (keys - 1), queries + keys - 1)[
+        :, i - j + keys - 1
+    ]
+    assert bool(((values - exact).abs() <= torch.finfo(torch.float32).eps * exact.abs()).all())  # 1 ulp
+
+
+def test_a_line_is_kept_by_heads_and_offset():
+    first = line(Alibi(4), operands(3, 9, 6))
+    assert line(Alibi(4), operands(5, 7, 6)) is first
+    assert line(Alibi(4), operands(3, 9, 5)) is not first
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        None,
+        T5Bias(torch.randn(16, 4)),
+        Alibi(4) + Alibi(4),
+        Alibi(slopes=torch.tensor([0.5, 0.25])),
+        Alibi(slopes=torch.tensor([0.5, 0.25], requires_grad=True)),
+    ],
+)
+def test_only_slopes_of_the_paper_are_a_line(bias: Bias | None):
+    assert line(bias, operands(3, 9, 6)) is None
+
+
+@pytest.mark.parametrize(("offset", "is_line"), [((1 << 24) - 13, True), ((1 << 24) - 12, False), (-(1 << 24), False)])
+def test_a_line_has_only_distances_that_float32_has(offset: int, is_line: bool):
+    assert (line(Alibi(2), operands(3, 9, offset)) is not None) == is_line
+
+
+def operands(queries: int, keys: int, offset: int) -> Operands:
+    """A call of such sizes."""
+    q, k = torch.zeros(1, 1, queries, 1), torch.zeros(1, 1, keys, 1)
+    return Operands(q, k, k, None, None, None, offset=offset)

@@ -189,7 +189,9 @@ def run(call: Call, i: Inputs, found: tuple[Tensor, Tensor] | None = None) -> tu
             constants(call, i, blocks) | {"KEYS": blocks.tokens, "SINK": i.sink is not None},
         )  # fmt: skip
 
-    starts = kept(s, ("forward", found is None, *call.form, *map(form, (q, i.k, i.v, i.sink, i.distance, i.bias, out))), make)
+    starts = kept(
+        s, ("forward", found is None, *call.form, *map(form, (q, i.k, i.v, i.sink, i.distance, i.bias, out))), make
+    )
     starts.run(
         (q, i.k, i.v, out, lse, lse if i.sink is None else i.sink), biases_or(i, lse),
         descriptors(blocks, i.k, i.v), call.drops[:2],

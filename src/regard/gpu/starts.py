@@ -65,7 +65,9 @@ class Starts(NamedTuple):
     each: tuple[tuple[Start, bool], ...]
     flags: int
 
-    def run(self, tensors: tuple[Any, ...], others: tuple[Any, ...], described: list[Any], seeds: tuple[int, int]) -> None:
+    def run(
+        self, tensors: tuple[Any, ...], others: tuple[Any, ...], described: list[Any], seeds: tuple[int, int]
+    ) -> None:
         """Start them: with tensors, flags, other tensors, the descriptors of blocks for the first one, and seeds."""
         flags = tensors[0]
         if self.flags:
