@@ -299,7 +299,7 @@ KIB = 1 << 10
         (99, 2, (128, 128, "plain"), 4, (16, 32, 3, 0)),  # as large as registers allow
         (227, 4, (256, 256, "plain"), 64, (32, 32, 3, 0)),  # 64 rows took 272 KiB
         (99, 4, (128, 128, "plain"), 64, (64, 32, 1, 0)),  # two stages took 128 KiB
-        (99, 2, (128, 128, "int8"), 4, (16, 64, 2, 0)),  # one warp
+        (99, 2, (128, 128, "int8"), 4, (16, 64, 2, -32)),  # one warp
         (64, 4, (1024, 1024, "int4"), 4, (16, 16, 1, 0)),  # of AMD's chips, which takes 64 KiB
         (163, 4, (128, 128, "plain"), 64, (64, 32, 2, 0)),  # three stages took 176 KiB
         (99, 4, (256, 256, "int8"), 64, (32, 16, 1, 0)),  # 64 rows took 136 KiB

@@ -34,9 +34,6 @@ SPAN = 1024
 CHUNK = 128
 """Dimensions that scores are summed over at once where all of them are too many; see `span_blocks`."""
 
-OF_ONE_WARP = {"int8": 0, "fp8": -32, "int4": -64}
-"""The same of programs of one warp, by their times on an H200; see `SpanBlocks.chunk`."""
-
 AMD = 64 << 10
 """Bytes of shared memory of AMD's chips; those of NVIDIA have more."""
 
@@ -71,9 +68,7 @@ def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | No
     """
     blocks, dim = preferred_blocks(item, t, rows, shared), max(t.k_dim, t.v_dim)
     # all of q in registers leave too few for decoding large latents
-    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else 0
-    if blocks.warps == 1:
-        chunk = OF_ONE_WARP[t.kind]
+    chunk = CHUNK if t.in_keys and t.kind != "plain" and t.k_dim > CHUNK else -32 if blocks.warps == 1 else 0
     if shared <= AMD:  # which needs no second part of float32: all of these fit
         return SpanBlocks(blocks, chunk)
     fewer_stages = [blocks._replace(stages=n) for n in range(blocks.stages, 0, -1)]
