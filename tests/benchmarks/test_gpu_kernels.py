@@ -40,7 +40,7 @@ def test_every_kernel_fits_the_chip(chip: str):
 def has_one_block(kernel: str, kind: str, dim: str, beside: list[str]) -> bool:
     """Whether a kernel may have one block of tokens, so that nothing is copied while it computes.
 
-    Beside biases, with the largest heads of float32, and where tokens with wide heads are decoded, some chips have shared
+    Beside biases, with the largest heads of float32, and where wide heads are decoded, some chips have shared
     memory for one block only; second starts and kernels with more arithmetic have one anywhere.
     """
     return bool(beside) or kernel not in (*PREFILL, "span") or (kind == "fp32" and int(dim) >= 256) or dim == "1024"
@@ -62,7 +62,7 @@ def most_spilled(kernel: str, kind: str, dim: str, beside: list[str]) -> float:
         return 384  # so are the sums of 256 channels
     if "BIAS" in beside:
         return 800  # the address of each element of a bias
-    if kernel == "gradient_of_keys":
+    if kernel in ("gradient_of_keys", "gradient_of_values"):  # one kernel computes both where it has registers for it
         return (
             160 if beside else 96
         )  # the sums of two gradients, in a block that is faster than smaller ones on an H200
