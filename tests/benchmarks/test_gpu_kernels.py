@@ -30,7 +30,10 @@ def test_every_kernel_fits_the_chip(chip: str):
         assert found["shared"] <= CHIPS[chip][3], name
         assert found["products"] > 0 or kernel in ("merge", "prepare_rows"), name
         assert found["copies"] > 0 or has_one_block(kernel, kind, dim, beside), name
-        assert found["stack"] <= most_spilled(kernel, kind, dim, beside) or chip == "gfx942", name
+        most = most_spilled(kernel, kind, dim, beside)
+        # Blackwell has the blocks that are the fastest on an H200, and reads sums from the memory of its tensor cores
+        most = 3 * most if chip == "sm_100" and most > 64 else most
+        assert found["stack"] <= most or chip == "gfx942", name
         if kind == "fp32":  # Triton gives warps beyond the rows products that read beyond shared memory
             assert found["warped"] <= found["rows"], name
         if kernel in PREFILL and kind == "bf16" and dim in ("64", "128") and not beside:
