@@ -12,7 +12,7 @@ capped: Any = pytest.importorskip("regard.gpu.scores").capped
 
 
 @triton.jit
-def capped_scores(x, out, scale, softcap, EXACT: tl.constexpr, COUNT: tl.constexpr):  # noqa: N803
+def capped_scores(x, out, scale, softcap, EXACT: tl.constexpr, COUNT: tl.constexpr):  # noqa: N803  # pyright: ignore[reportInvalidTypeForm]
     at = tl.arange(0, COUNT)
     tl.store(out + at, capped(tl.load(x + at), scale, softcap, True, EXACT))
 

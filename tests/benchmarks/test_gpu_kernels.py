@@ -16,7 +16,6 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'rega
 
 ROOT = Path(__file__).parents[2]
 
-
 PREFILL = ("forward", "gradient_of_queries", "gradient_of_keys", "gradient_of_values")
 
 
@@ -30,7 +29,10 @@ def test_every_kernel_fits_the_chip(chip: str):
         assert found["shared"] <= CHIPS[chip][3], name
         assert found["products"] > 0 or kernel in ("merge", "prepare_rows"), name
         assert found["copies"] > 0 or has_one_block(kernel, kind, dim, beside), name
-        assert found["stack"] <= most_spilled(kernel, kind, dim, beside) or chip == "gfx942", name
+        most = most_spilled(kernel, kind, dim, beside)
+        # Blackwell has the blocks that are the fastest on an H200, and reads sums from the memory of its tensor cores
+        most = 3 * most if chip == "sm_100" and kernel in PREFILL and most > 64 else most
+        assert found["stack"] <= most or chip == "gfx942", name
         if kind == "fp32":  # Triton gives warps beyond the rows products that read beyond shared memory
             assert found["warped"] <= found["rows"], name
         if kernel in PREFILL and kind == "bf16" and dim in ("64", "128") and not beside:
@@ -40,7 +42,7 @@ def test_every_kernel_fits_the_chip(chip: str):
 def has_one_block(kernel: str, kind: str, dim: str, beside: list[str]) -> bool:
     """Whether a kernel may have one block of tokens, so that nothing is copied while it computes.
 
-    Beside biases, with the largest heads of float32, and where tokens with wide heads are decoded, some chips have shared
+    Beside biases, with the largest heads of float32, and where wide heads are decoded, some chips have shared
     memory for one block only; second starts and kernels with more arithmetic have one anywhere.
     """
     return bool(beside) or kernel not in (*PREFILL, "span") or (kind == "fp32" and int(dim) >= 256) or dim == "1024"
@@ -62,10 +64,9 @@ def most_spilled(kernel: str, kind: str, dim: str, beside: list[str]) -> float:
         return 384  # so are the sums of 256 channels
     if "BIAS" in beside:
         return 800  # the address of each element of a bias
-    if kernel == "gradient_of_keys":
-        return (
-            160 if beside else 96
-        )  # the sums of two gradients, in a block that is faster than smaller ones on an H200
+    if kernel in ("gradient_of_keys", "gradient_of_values"):
+        # the sums of both gradients are in registers, where a block is the faster for it (on an H200)
+        return 160 if beside else 96
     return 256 if beside else 64
 
 
@@ -75,7 +76,7 @@ def most_spilled_by_decoding(kind: str, dim: str, beside: list[str]) -> float:
         return math.inf  # rare shapes
     if beside in (["int8"], ["fp8"], ["int4"]):
         return 768  # a warp alone decodes codes in all of its registers, and leaves few to a mask
-    return 160 if "whole" in beside else 64
+    return 448 if "whole" in beside else 64  # without a mask the same blocks, which are the fastest on an H200
 
 
 def compiled(chip: str) -> list[dict[str, Any]]:
