@@ -1,7 +1,7 @@
 """Starting a kernel as often as calls have the same sizes: what Triton compiled for it is looked up once.
 
 Triton finds what it compiled by every argument in turn, which takes the host longer than the start itself. Calls whose
-tensors have the same forms (sizes, strides, types, alignment) need the same kernels with the same numbers, so these are
+tensors have the same forms (sizes, strides, types, devices, alignment) need the same kernels with the same numbers, so these are
 kept with the schedule of the calls.
 """
 
@@ -79,7 +79,7 @@ class Starts(NamedTuple):
 
 def form(t: Tensor | None) -> tuple[Any, ...] | None:
     """What a kernel is compiled for, and what it is passed besides the address, of a tensor."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNED == 0)
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNED == 0)
 
 
 def kept(schedule: Schedule, key: tuple[Any, ...], make: Callable[[], Starts]) -> Starts:
