@@ -8,7 +8,7 @@ whatever the mask.
 
 A hidden value that is not finite reaches its row, as 0 * NaN is NaN. So tiles whose sums are not finite are computed a
 second time, with care: such values are then added to the rows that see them alone. That is another start of the kernel,
-whose programs mostly return at once: in one program, the products of both would wait for each other.
+whose programs mostly return at once: in one program, both would need more registers.
 
 A row's bits depend on its query, its keys and their positions: one program computes a row, in the order of the keys.
 """
