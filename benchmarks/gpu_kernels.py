@@ -201,7 +201,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "STAGES": blocks.stages, "PATCH_STAGES": blocks.patch_stages,
         "DK": both or variant.kernel == "gradient_of_keys", "DV": both or variant.kernel == "gradient_of_values",
         **_arithmetic(variant, chip),
-        **dict.fromkeys(variant.more, True), **({"DISTANCE": 2} if "LINE" in variant.more else {}),
+        **dict.fromkeys(variant.more, True), **_forms(variant),
     }  # fmt: skip
     return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
 
@@ -218,6 +218,12 @@ def _arithmetic(variant: Variant, chip: str) -> dict[str, Any]:
     """How products of float32 are computed, as `regard.gpu.launch.precision` chooses."""
     wide = variant.dtype == "fp32"
     return {"WIDE": wide, "PRECISION": "tf32x3" if wide and CHIPS[chip][0] == "cuda" else "ieee"}
+
+
+def _forms(variant: Variant) -> dict[str, int]:
+    """How a bias by distance and a softcap are computed, where that is no flag."""
+    line = {"DISTANCE": 2} if "LINE" in variant.more else {}
+    return line | ({"SOFTCAP": 2 if variant.dtype == "fp32" else 1} if "SOFTCAP" in variant.more else {})
 
 
 def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -249,7 +255,7 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "K_PAIRED": True, "V_PAIRED": True, "V_ALIGNED": 16, "V_TOKEN": dim // 2 if kind == "int4" else dim,
         "PTX": 0 if CHIPS[chip][0] == "hip" else 80 if chip == "sm_80" or latent else 89,
     }  # fmt: skip
-    return span, blocks, constants | {name: True for name in variant.more if name in constants}
+    return span, blocks, constants | {name: True for name in variant.more if name in constants} | _forms(variant)
 
 
 def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -261,7 +267,7 @@ def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     constants = {
         "MAPS_BATCH": False, "MAPS_HEADS": False, "TILE": 128, "ROWS": blocks.rows, "KEYS": blocks.tokens,
         "DIM": variant.dim, "DIM_PADDED": variant.dim, "BINS": 24, "SOFTCAP": False, "DISTANCE": False, "BIAS": False,
-        "PICTURE": True, **_arithmetic(variant, chip), **dict.fromkeys(variant.more, True),
+        "PICTURE": True, **_arithmetic(variant, chip), **dict.fromkeys(variant.more, True), **_forms(variant),
     }  # fmt: skip
     return sweep, blocks, constants
 

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from regard import (
     Alibi,
+    Bias,
     Causal,
     Documents,
     Mask,
@@ -217,6 +218,16 @@ def test_only_kernels_start_whose_gradients_are_wanted(names: str, dtype: torch.
         assert torch.equal(found, of_all[name])
     passes = 2 if names == "kv" and dtype == torch.float32 else 1
     assert started == WANTED[names] * passes
+
+
+@pytest.mark.parametrize("bias", [None, Alibi(2), TensorBias(torch.zeros(1, 1, 40, 40))], ids=str)
+def test_a_sink_of_infinity_leaves_no_weight_and_no_gradient(bias: Bias | None):
+    q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+    out = attend(q, k, v, mask=Causal(), bias=bias, sink=torch.tensor([torch.inf, 0.0]), backend="triton")
+    grads = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    for t in (out, *grads):
+        assert (t[:, 0] == 0).all()
+        assert torch.isfinite(t[:, 1]).all()
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_in_each_run():

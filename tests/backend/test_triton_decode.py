@@ -129,6 +129,16 @@ def test_codes_that_begin_inside_a_tile(codec: Codec, dims: tuple[int, int]):
     agree(q, *both, mask=Causal() & Window(1000))
 
 
+@pytest.mark.parametrize("dim", [36, 72, 100])
+@pytest.mark.parametrize("codec", [Int8(), Fp8(), Int4()], ids=str)
+def test_values_that_are_no_whole_pieces_of_codes(codec: Codec, dim: int):
+    q = torch.randn(1, 4, 1, dim).half()
+    keys, values = KVCache(codec=codec).append(*(torch.randn(1, 2, 100, dim).half() for _ in range(2)))
+    found = attend(q, keys, values, backend="triton")
+    exact = attend(q.double(), keys.dense().double(), values.dense().double(), backend="reference64")
+    assert (found - exact).abs().max() <= 2e-3
+
+
 def test_a_row_has_the_same_bits_in_any_batch():
     q, k, v = tensors(1100, heads=4, kv_heads=1)
     whole = attend(q, k, v, backend="triton")

@@ -2,8 +2,7 @@
 
 Calls of one form and one `Kind` have the same backend, so they share a plan, whatever their lengths and masks.
 
-The table decides speed alone. What a backend would compute wrongly it refuses itself, whatever its place: torch's
-kernels are refused under every mask, since they let NaN and inf of hidden keys through.
+The table decides speed alone. What a backend would compute wrongly it refuses itself, whatever its place.
 """
 
 from dataclasses import dataclass, replace

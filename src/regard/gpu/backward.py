@@ -200,7 +200,7 @@ def _weights(
     """(weights, scores before biases) of the products s of queries i and keys j, one along rows, one along columns."""
     if not (SOFTCAP or DISTANCE or BIAS):
         return tl.exp2(s * (scale * LOG2E) - top), s
-    before = capped(s, scale, softcap, SOFTCAP, WIDE)
+    before = capped(s, scale, softcap, SOFTCAP)
     s = with_biases(before, i, j, queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS)
     return tl.exp2(powers_of(s, top, rest, DISTANCE or BIAS)), before
 

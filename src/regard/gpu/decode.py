@@ -204,7 +204,7 @@ def span(
             mask = there[:, None] & (cv[None, :] < V_DIM)
             of_v = _rounded(tl.load(at_values[:, None] + cv[None, :], mask=mask, other=0.0), dtype, WIDE)
         s = with_biases(
-            capped(s, scale, softcap, SOFTCAP, WIDE), i[:, None], j[None, :], queries, keys,
+            capped(s, scale, softcap, SOFTCAP), i[:, None], j[None, :], queries, keys,
             base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
         )  # fmt: skip
         keep = there[None, :] & real[:, None]

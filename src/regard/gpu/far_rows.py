@@ -90,7 +90,7 @@ def _step(
     if WIDE:
         k = k.to(tl.float32)
     s = with_biases(
-        capped(tl.dot(rows, k, input_precision=PRECISION), scale, softcap, SOFTCAP, WIDE),
+        capped(tl.dot(rows, k, input_precision=PRECISION), scale, softcap, SOFTCAP),
         i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
     )  # fmt: skip
     keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)

@@ -20,6 +20,7 @@ from regard.gpu.launch import (
     padded,
     precision,
     shared_memory,
+    softcap_form,
     warps_and_stages,
 )
 from regard.gpu.starts import started
@@ -260,15 +261,22 @@ def _run(
                 K_KIND=k.kind, V_KIND=v.kind, K_TABLE=k.table is not None, V_TABLE=v.table is not None,
                 K_PER_TOKEN=k.per_token, RAGGED=pair.ends is not None, MASKED=tiles.masked,
                 MAPS_BATCH=call.schedule.maps[0] > 1, MAPS_HEADS=call.schedule.maps[1] > 1,
-                SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
+                SOFTCAP=softcap_form(call.softcap, i.q), DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=is_wide(i.q), PRECISION=precision(i.q),
                 FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
-                SHOWN=seen.shown is not None, WORDS=blocks.warps == 1 and v_aligned % 4 == 0, V_ALIGNED=v_aligned,
+                SHOWN=seen.shown is not None, V_ALIGNED=v_aligned,
+                WORDS=blocks.warps == 1 and v_aligned % 4 == 0 and has_whole_pieces(v.kind, v_dim),
                 K_PAIRED=k.scale is not None and _alignment(k.scale, dim - rest, dim) % 4 == 0,
                 V_PAIRED=v.group % BYTE_CHUNK == 0 or v_dim <= v.group,
                 V_TOKEN=v.data.stride(2) if v.scale is not None else 0, PTX=_ptx(i.q.device, in_keys),
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
+
+
+def has_whole_pieces(kind: str, v_dim: int) -> bool:
+    """Whether the codes of a value are whole pieces, as `decode._piece` cuts them, so that words of them are loaded."""
+    size, real = (padded(v_dim) // 2, -(-v_dim // 32) * 16) if kind == "int4" else (padded(v_dim), v_dim)
+    return real % max(4, min(16, size // 8)) == 0
 
 
 def _alignment(t: Tensor, *others: int) -> int:

@@ -180,7 +180,7 @@ def _step(
     s = tl.dot(rows, tl.trans(of_k), input_precision=PRECISION)
     if SOFTCAP or DISTANCE or BIAS:
         s = with_biases(
-            capped(s, scale, softcap, SOFTCAP, WIDE), i[:, None], j[None, :], queries, keys,
+            capped(s, scale, softcap, SOFTCAP), i[:, None], j[None, :], queries, keys,
             base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
         )  # fmt: skip
     if MASKED:

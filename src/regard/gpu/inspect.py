@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 
 from regard.gpu.call import Call, Inputs
-from regard.gpu.launch import LARGE_FLOAT32, Blocks, biases, is_wide, launch, padded, precision, run, section
+from regard.gpu.launch import (
+    LARGE_FLOAT32,
+    Blocks,
+    biases,
+    is_wide,
+    launch,
+    padded,
+    precision,
+    run,
+    section,
+    softcap_form,
+)
 from regard.gpu.sweep import sweep
 from regard.gpu.tables import by_query
 from regard.gpu.totals import far_blocks, totals
@@ -62,7 +73,7 @@ def sums(
         batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0,
         offset, max(cell, 1), *cells,
         MAPS_BATCH=tiles.maps[0] > 1, MAPS_HEADS=tiles.maps[1] > 1, TILE=tiles.tile, ROWS=blocks.rows,
-        KEYS=blocks.tokens, DIM=dim, DIM_PADDED=padded(dim), BINS=bins, SOFTCAP=call.softcap is not None,
+        KEYS=blocks.tokens, DIM=dim, DIM_PADDED=padded(dim), BINS=bins, SOFTCAP=softcap_form(call.softcap, i.q),
         DISTANCE=i.distance is not None, BIAS=i.bias is not None, PICTURE=cell > 0,
         WIDE=is_wide(i.q), PRECISION=precision(i.q),
     )  # fmt: skip

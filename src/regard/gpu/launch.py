@@ -22,6 +22,10 @@ IS_INTERPRETED = not isinstance(cast(Any, forward), JITFunction)
 """Whether Triton's interpreter runs the kernels, on whichever device tensors are; decided when they are imported."""
 
 
+LARGE_SOFTCAP = 1000
+"""Above this an error of 2e-7 of tanh would be seen in outputs of half types."""
+
+
 class Blocks(NamedTuple):
     """How a kernel is cut; PARTIAL tiles have smaller blocks, since their bits need registers, too."""
 
@@ -253,10 +257,15 @@ def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:
         "MAPS_BATCH": maps[0] > 1, "MAPS_HEADS": maps[1] > 1, "TILE": call.schedule.tile,
         "ROWS": blocks.rows, "PATCH": blocks.patch, "STAGES": blocks.stages,
         "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
-        "SOFTCAP": call.softcap is not None, "DISTANCE": 0 if i.distance is None else 2 if call.is_line else 1,
+        "SOFTCAP": softcap_form(call.softcap, i.q), "DISTANCE": 0 if i.distance is None else 2 if call.is_line else 1,
         "BIAS": i.bias is not None,
         "DROPOUT": call.dropout > 0, "WIDE": is_wide(i.q), "PRECISION": precision(i.q),
     }  # fmt: skip
+
+
+def softcap_form(softcap: float | None, q: Tensor) -> int:
+    """How scores are capped, as `scores.capped` names it: exactly in float32, and with large caps as well."""
+    return 0 if softcap is None else 2 if is_wide(q) or softcap > LARGE_SOFTCAP else 1
 
 
 def computed_in(q: Tensor) -> torch.dtype:

@@ -13,16 +13,16 @@ OF_ANY_VALUE = (
 
 
 @triton.jit
-def capped(s, scale, softcap, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
     """Scores of the products s, before biases.
 
     Args:
-        EXACT: whether tanh has a small relative error. Else it has an absolute one of 2e-7, by fewer instructions: for
-            half types, whose elements are rounded by more.
+        SOFTCAP: 0: none; 1: by few instructions, with an error of 2e-7 times the softcap; 2: with a small relative
+            error. `launch.softcap_form` says which.
     """
-    if SOFTCAP:
-        if EXACT:
-            return softcap * tanh(s * scale * (1.0 / softcap))
+    if SOFTCAP == 2:
+        return softcap * tanh(s * scale * (1.0 / softcap))
+    if SOFTCAP == 1:
         power = tl.exp2(s * (2.0 * LOG2E * scale / softcap))
         return softcap - 2.0 * softcap / (power + 1.0)  # 1 at inf
     return s * scale

@@ -1,8 +1,8 @@
 """Starting a kernel as often as calls have the same sizes: what Triton compiled for it is looked up once.
 
 Triton finds what it compiled by every argument in turn, which takes the host longer than the start itself. Calls whose
-tensors have the same forms (sizes, strides, types, devices, alignment) need the same kernels with the same numbers, so these are
-kept with the schedule of the calls.
+tensors have the same forms (sizes, strides, types, devices, alignment) need the same kernels with the same numbers, so
+these are kept with the schedule of the calls.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,8 @@ class Start:
             compiled = self.kernel[(self.programs,)](*front, *self.rest, **self.constants)
         names = self.kernel.arg_names[len(front) + len(self.rest) :] if _is_kept(self.kernel, self.device) else None
         if names is not None and all(name in self.constants for name in names):
-            self._compiled, self._more = compiled, tuple(self.constants[name] for name in names)
+            self._more = tuple(self.constants[name] for name in names)
+            self._compiled = compiled  # last, as another thread may ask for it
 
 
 def _is_kept(kernel: Any, device: torch.device) -> bool:

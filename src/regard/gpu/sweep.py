@@ -103,7 +103,7 @@ def _step(
     k = tl.load(k_at, mask=(j[None, :] < keys) & (c[:, None] < DIM), other=0.0)
     if WIDE:
         k = k.to(tl.float32)
-    s = capped(tl.dot(rows, k, input_precision=PRECISION), scale, softcap, SOFTCAP, WIDE)
+    s = capped(tl.dot(rows, k, input_precision=PRECISION), scale, softcap, SOFTCAP)
     s = with_biases(
         s, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
     )

@@ -34,7 +34,7 @@ class Totals(NamedTuple):
         above = torch.maximum(self.top, column)
         safe = above.masked_fill(above == -torch.inf, 0.0)
         total = torch.exp((self.top - safe) + self.rest * LN2) + torch.exp(column - safe)
-        return Totals(above, torch.log2(total).masked_fill(total == 0, 0.0))
+        return Totals(above, torch.log2(total).masked_fill((total == 0) | (above == torch.inf), 0.0))
 
     def above(self, other: "Totals") -> Tensor:
         """How far it is above another, natural logarithm."""

@@ -82,13 +82,13 @@ def line(bias: Bias | None, operands: Operands) -> Tensor | None:
     sizes, device = operands.sizes, operands.q.device
     if type(bias) is not Alibi or bias.slopes is not None:
         return None
-    if abs(sizes.offset) + sizes.queries + sizes.keys >= EXACT or (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    ):
+    if abs(sizes.offset) + sizes.queries + sizes.keys >= EXACT:
         return None
     key = cast(int, bias.heads), sizes.offset, device
     found = _lines.get(key)
     if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None  # a graph must not copy from the host; what ran before its capture is found above
         with torch.inference_mode(mode=False), torch.no_grad():
             slopes = bias.slope_per_head().float()
             found = torch.stack([slopes, torch.full_like(slopes, float(sizes.offset))], 1).to(device)
