@@ -134,6 +134,8 @@ def test_codes_that_begin_inside_a_tile(codec: Codec, dims: tuple[int, int]):
 def test_values_that_are_no_whole_pieces_of_codes(codec: Codec, dim: int):
     q = torch.randn(1, 4, 1, dim).half()
     keys, values = KVCache(codec=codec).append(*(torch.randn(1, 2, 100, dim).half() for _ in range(2)))
+    assert isinstance(keys, StoredTensor)
+    assert isinstance(values, StoredTensor)
     found = attend(q, keys, values, backend="triton")
     exact = attend(q.double(), keys.dense().double(), values.dense().double(), backend="reference64")
     assert (found - exact).abs().max() <= 2e-3
