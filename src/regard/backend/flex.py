@@ -92,8 +92,11 @@ def _run(problem: Problem, schedule: Schedule, compiler: Any, operands: Operands
     of_distance, others = split_by_distance(operands.bias)
     bias = table(others, operands)
     bias = None if bias is None else bias.float()  # its gradient is summed in float32
+    distances = vectors(of_distance, p, operands)
+    if distances is not None:  # not a part of a longer vector: torch compiles again where a part begins at element 0 or 1
+        distances = distances.clone(memory_format=torch.contiguous_format)
     with compiling_for_any_length(VARIANTS):
-        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(of_distance, p, operands), bias)
+        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, distances, bias)
     if not wants_lse:
         return State(out, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody reads it
     state = State(out, lse)
