@@ -93,7 +93,7 @@ def _run(problem: Problem, schedule: Schedule, compiler: Any, operands: Operands
     bias = table(others, operands)
     bias = None if bias is None else bias.float()  # its gradient is summed in float32
     distances = vectors(of_distance, p, operands)
-    if distances is not None:  # not a part of a longer vector: torch compiles again where a part begins at element 0 or 1
+    if distances is not None:  # no part of a longer vector: torch compiles again where one begins at element 0 or 1
         distances = distances.clone(memory_format=torch.contiguous_format)
     with compiling_for_any_length(VARIANTS):
         out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, distances, bias)
