@@ -239,7 +239,7 @@ flash_attention_for_cpu: Any = _find(
 )
 """torch's fused kernel on the CPU, (out, lse); torch 2.2."""
 
-_NO_FUSED = 'the backend "sdpa" refuses calls on CUDA with a causal mask, and those that return the log-sum-exp'
+_NO_FUSED = 'on CUDA, the backend "sdpa" refuses causal calls, and calls that return the log-sum-exp'
 
 cudnn_attention: Any = _find("torch.ops.aten._scaled_dot_product_cudnn_attention", None, _NO_FUSED)
 """cuDNN's kernel, (out, lse, ...) with what dropout drew; with an argument for a bias since torch 2.5.

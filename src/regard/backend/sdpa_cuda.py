@@ -18,6 +18,7 @@ from regard.gpu.call import Call, Inputs
 from regard.gpu.gradients import gradients
 from regard.gpu.launch import run
 from regard.gpu.repair import repair, repair_gradients
+from regard.gpu.tokens import is_aligned
 from regard.plan.checks import Saved
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -35,9 +36,6 @@ CUDNN_CHIPS = (9, 10)
 
 CUDNN_OF_ANY_LENGTH = 91501
 """The version of cuDNN from which on lengths need not be multiples of 128 (pytorch/pytorch#169849)."""
-
-ALIGNED = 16
-"""Bytes of which addresses and strides are multiples: the kernels load so many at once."""
 
 Name = Literal["cudnn", "flash"]
 
@@ -81,7 +79,7 @@ class RepairedKernel:
 
 def usable(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Name | None:
     """Which of torch's kernels computes this call; None if it can use none now."""
-    if not all(map(_is_aligned, (q, k, v))):
+    if not all(map(is_aligned, (q, k, v))):
         return None
     shared = problem.heads != problem.kv_heads
     form = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.mask is not None, shared)
@@ -94,11 +92,6 @@ def _prefers_cudnn(problem: Problem, q: Tensor, k: Tensor) -> bool:
     if problem.capability is None or problem.capability[0] not in CUDNN_CHIPS:
         return False
     return q.shape[2] % 128 == k.shape[2] % 128 == 0 or (torch.backends.cudnn.version() or 0) >= CUDNN_OF_ANY_LENGTH
-
-
-def _is_aligned(t: Tensor) -> bool:
-    steps = (stride for stride, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1)
-    return t.data_ptr() % ALIGNED == 0 and all(step * t.element_size() % ALIGNED == 0 for step in steps)
 
 
 def _forward(call: Call, fused: Fused | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, int]:

@@ -1,7 +1,7 @@
 """Kernels for GPUs, in Triton, and what starts them: the GPU's counterpart of `native/`. Only these import Triton.
 
-`forward.py`, `backward.py` and `decode.py` have the kernels, `rows.py` and `far_rows.py` those that prepare rows for
-gradients, `scores.py` and `tokens.py` what they need; `tables.py` puts the schedule into the memory of the device;
-`launch.py` cuts a call into programs, `starts.py` starts them, `gradients.py` and `few_rows.py` do it for gradients and
-for decoding; `repair.py` has rows computed again that another kernel spoiled.
+`forward.py`, `backward.py` and `decode.py` have the main kernels; `rows.py` and `far_rows.py` have kernels that run
+before the backward pass; `scores.py` and `tokens.py` have device functions that they share. `tables.py` copies the
+schedule to the device. `launch.py` chooses block sizes and launches the forward pass, `gradients.py` the backward pass,
+`few_rows.py` decoding, through `starts.py`; `repair.py` recomputes tiles of torch's kernels that are not finite.
 """

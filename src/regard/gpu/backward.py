@@ -188,7 +188,7 @@ def _queries_step(
     if SOFTCAP:
         ds = ds * _slope(before, softcap, keep if MASKED else True, MASKED and CAREFUL)
     if MASKED and CAREFUL:
-        of_k = tl.where(is_non_finite(of_k), 0.0, of_k)  # for those that see it, ds is NaN
+        of_k = tl.where(is_non_finite(of_k), 0.0, of_k)  # ds of queries that attend to it is NaN
     return tl.dot(ds.to(of_k.dtype), of_k, found, input_precision=PRECISION)
 
 
@@ -404,6 +404,6 @@ def _keys_step(
         if SOFTCAP:
             ds = ds * _slope(before, softcap, keep if MASKED else True, MASKED and CAREFUL)
         if MASKED and CAREFUL:
-            of_q = tl.where(is_non_finite(of_q), 0.0, of_q)  # for the keys that it sees, ds is NaN
+            of_q = tl.where(is_non_finite(of_q), 0.0, of_q)  # ds of keys that it attends to is NaN
         found_k = tl.dot(ds.to(of_q.dtype), of_q, found_k, input_precision=PRECISION)
     return found_k, found_v

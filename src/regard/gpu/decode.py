@@ -393,7 +393,7 @@ def _keys(
     Args:
         base: of plain keys the address of each token, of codes that of the tile of each piece.
         tile: of each piece, in its page.
-        there: whether a token is read; of those that are not, keys may be anything unless they are values, too.
+        there: the tokens to load; the keys of other tokens are undefined, unless IN_KEYS.
     """
     if KIND == "plain":
         c = c0 + tl.arange(0, COUNT)
@@ -547,7 +547,7 @@ def _value_scales(
             scale_high = _of_pieces(scale + c // group, inside, shape)
             found = scale_low, zero_low, scale_high, _of_pieces(zero + c // group, inside, shape)
     else:
-        # by each thread that needs it, as codes would else be moved to those that have loaded it
+        # loaded once for each thread: with one load per token, Triton would move the codes between threads
         one = _of_pieces(scale, there, shape)
         found = one, one, one, one
     return found

@@ -23,7 +23,7 @@ MOST_KEPT = 256
 
 
 class Start:
-    """A kernel with its programs, and with the arguments behind those that differ from call to call."""
+    """A kernel with its grid size, and with the arguments that do not change from call to call."""
 
     def __init__(
         self, kernel: Any, programs: int, rest: tuple[Any, ...], constants: dict[str, Any], device: torch.device

@@ -17,7 +17,7 @@ OLDEST_CHIP = 9
 """Major compute capability from which on blocks are copied by descriptors."""
 
 ALIGNED = 16
-"""Bytes of which the address and the strides of such a tensor are multiples."""
+"""Alignment, in bytes, of addresses and strides that descriptors and torch's fused kernels need."""
 
 
 @triton.jit
@@ -64,16 +64,18 @@ def descriptor(t: Tensor, tokens: int, dim_padded: int) -> Any:
 
 def is_described(t: Tensor) -> bool:
     """Whether the chip copies blocks of this tensor by a descriptor."""
-    if not _has_descriptors(t.device) or t.data_ptr() % ALIGNED:
-        return False
-    batch, heads, tokens, _ = t.shape
-    steps = t.stride()
-    item = ALIGNED // t.element_size()  # elements
-    return (
-        (batch == 1 or (steps[0] > 0 and steps[0] % item == 0))
-        and (heads == 1 or (steps[1] > 0 and steps[1] % item == 0))
-        and (tokens == 1 or (steps[2] > 0 and steps[2] % item == 0))
-    )
+    return _has_descriptors(t.device) and is_aligned(t) and all(step > 0 for step in _steps(t))
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether the address and the strides of a tensor [batch, heads, tokens, dim] are multiples of `ALIGNED` bytes."""
+    elements = ALIGNED // t.element_size()
+    return t.data_ptr() % ALIGNED == 0 and all(step % elements == 0 for step in _steps(t))
+
+
+def _steps(t: Tensor) -> list[int]:
+    """The strides of all axes but the last that have more than one element, in elements."""
+    return [step for step, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
 
 
 @cache
