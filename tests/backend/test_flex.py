@@ -17,6 +17,7 @@ from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, TensorMas
 from regard.backend.flex import Flex, _compiled
 from regard.backend.flex_blocks import blocks
 from regard.dispatch.choose import choose
+from regard.plan.distance import kept_by_distance
 from regard.plan.pose import pose
 from regard.plan.request import Request
 from regard.state import State
@@ -77,6 +78,15 @@ def is_right(case: Case, state: State) -> bool:
 def test_64_lengths_have_one_graph(counting: Counting):
     for n in range(17, 81):
         case = call(n, n + n % 7, batch=1, mask=Causal() & Window(9), bias=Alibi(4), softcap=3.0)
+        assert is_right(case, run(case, counting))
+    assert len(counting.graphs) == 1, why_compiled()
+
+
+@pytest.mark.exhaustive
+def test_where_a_part_of_a_cached_vector_begins_makes_no_graph(counting: Counting):
+    kept_by_distance(Alibi(4), 4, torch.float32, first=-32, count=256)
+    for n in (20, 32, 33):  # the parts begin at elements 13, 1 and 0
+        case = call(n, n, batch=1, bias=Alibi(4))
         assert is_right(case, run(case, counting))
     assert len(counting.graphs) == 1, why_compiled()
 
