@@ -38,6 +38,7 @@ struct DecodeSoftmax {
     // Row r: scores whole, the maximum, weights and their sum.
     void weigh(const Block &block, const Lanes &lanes, const Bits128 &bits, const Piece *pieces, int n, int r,
                const Sums &into) {
+        if (is_plain(block, pieces, n)) return weigh_plain(r, into);
         T *s = scores + r * BLOCK;
         V most = broadcast(NEVER);
         for (int i = 0; i < n; ++i)
@@ -51,10 +52,7 @@ struct DecodeSoftmax {
                 store(s + j, x);
                 most = larger(x, most);
             }
-        const T found = largest(most);
-        T now = into.top[r];
-        if ((found - now) * factor > T(8)) rescale(r, found, now, into);
-        const V shift = broadcast(now == NEVER ? T(0) : now);
+        const V shift = shift_of(r, largest(most), into);
         T total = into.total[r];
         for (int i = 0; i < n; ++i) total = add_weights(lanes, block.first, r, pieces[i], shift, total);
         into.total[r] = total;
@@ -75,6 +73,33 @@ struct DecodeSoftmax {
     }
 
   private:
+    // Whether each row sees all keys of a block, and a score is its product.
+    bool is_plain(const Block &block, const Piece *pieces, int n) const {
+        const bool all = n == 1 && pieces[0].low == 0 && pieces[0].high == BLOCK && block.first + BLOCK <= c.keys;
+        return all && !block.half[0].bits && !block.half[1].bits && !scoring.whole && !(c.dropout > 0);
+    }
+
+    // Row r of such a block.
+    void weigh_plain(int r, const Sums &into) {
+        constexpr int of_block = int(BLOCK) / W;
+        T *s = scores + r * BLOCK;
+        V most[2] = {broadcast(NEVER), broadcast(NEVER)};
+#pragma GCC unroll 8
+        for (int j = 0; j < of_block; ++j) most[j % 2] = larger(load(s + j * W), most[j % 2]);
+        const V shift = shift_of(r, largest(larger(most[0], most[1])), into);
+        V tree[of_block];
+#pragma GCC unroll 8
+        for (int j = 0; j < of_block; ++j) tree[j] = weights_of(load(s + j * W), r, j * W, shift);
+        into.total[r] = add_sums<of_block>(tree, of_block, into.total[r]);
+    }
+
+    // What is subtracted from the scores of row r, whose largest in this block is `found`.
+    REGARD_INLINE V shift_of(int r, T found, const Sums &into) {
+        T now = into.top[r];
+        if ((found - now) * factor > T(8)) rescale(r, found, now, into);
+        return broadcast(now == NEVER ? T(0) : now);
+    }
+
     // What is added to the scores of row r and keys from `token` on.
     V added(const Lanes &lanes, int r, int64_t token, int count) const {
         V sum{};
@@ -143,13 +168,17 @@ struct DecodeSoftmax {
 
     // Of W keys.
     REGARD_INLINE V weights_at(int64_t first, int r, int j, V shift) {
-        T *s = scores + r * BLOCK + j;
-        V x = load(s);
+        V x = load(scores + r * BLOCK + j);
         const int left = int(c.keys - first) - j;  // keys that there are
         if (left < W) x = select(left > 0 ? (uint64_t(1) << left) - 1 : 0, x, broadcast(NEVER));
-        x = exp2<P::precision>((x - shift) * factor);
+        return weights_of(x, r, j, shift);
+    }
+
+    // Of W scores of row r, from j on.
+    REGARD_INLINE V weights_of(V score, int r, int j, V shift) {
+        const V x = exp2<P::precision>((score - shift) * factor);
         if constexpr (K::pairs) store_narrow(reinterpret_cast<bf16 *>(weights) + r * BLOCK + j, x);
-        store(s, multiplied(x));
+        store(scores + r * BLOCK + j, multiplied(x));
         return x;
     }
 

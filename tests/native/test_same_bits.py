@@ -117,12 +117,14 @@ def test_few_rows_of_many_dims_have_the_bits_of_many_rows(engine: str, dtype: to
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
 @pytest.mark.parametrize(("dim", "wide"), [(64, 128), (128, 64), (33, 17), (80, 40)])
-@pytest.mark.parametrize("kind", ["normal", "tiny", "wild"])
+@pytest.mark.parametrize("kind", ["normal", "rising", "tiny", "wild"])
 def test_few_rows_have_the_bits_of_a_prompt(engine: str, dtype: torch.dtype, rows: int, dim: int, wide: int, kind: str):
     """Each number of rows has loops of its own; whole spans, their rest, and a window's blocks are read differently."""
     keys = 2 * 1024 + 70
     q, k = 2 * torch.randn(1, rows, 65, dim).to(dtype), torch.randn(1, 1, keys, dim).to(dtype)
     v = torch.randn(1, 1, keys, wide).to(dtype)
+    if kind == "rising":  # from block to block, so that sums are rescaled, and nearly are
+        k = k * (1 + torch.arange(keys) // 128)[:, None].to(dtype)
     if kind == "tiny":
         v = v * torch.finfo(dtype).tiny  # some below the normal numbers, which AMX takes as 0
     if kind == "wild":
