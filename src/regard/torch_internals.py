@@ -175,11 +175,21 @@ _gradient_transform: object = _find(
     None,
     "torch.func.grad of a call that torch traces fails with torch's own error",
 )
+_tangent_transform: object = _find(
+    "torch._C._functorch.TransformType.Jvp",
+    None,
+    "an append to a cache inside torch.func.jvp fails with torch's own error",
+)
 
 
 def in_func_grad() -> bool:
     """Whether `torch.func.grad`, `vjp` or `jacrev` is at work, at any level."""
     return any(each.key() == _gradient_transform for each in _func_transforms() or ())
+
+
+def in_func_derivative() -> bool:
+    """Whether `torch.func.grad`, `jvp` or any other derivative of `torch.func` is at work, at any level."""
+    return any(each.key() in (_gradient_transform, _tangent_transform) for each in _func_transforms() or ())
 
 
 # as `torch.compiler.assume_constant_result` does, which loads torch's compiler (torch 2.0); dynamo guards on the levels
