@@ -235,6 +235,24 @@ def without_gradient_wrappers(t: Tensor) -> Tensor:
     return t
 
 
+_is_lazy_zero: Callable[[Tensor], bool] = _find(
+    "torch.Tensor._is_zerotensor",
+    lambda _: False,
+    "a tensor of zeros without memory, such as forward mode makes, is refused as an error in regard",
+)
+"""Whether all elements are 0 and none has memory; torch 1.11."""
+
+
+def is_lazy_zero(t: object) -> bool:
+    """Whether it is a tensor of zeros without memory, as forward-mode differentiation makes them."""
+    return isinstance(t, Tensor) and _is_lazy_zero(t)
+
+
+def resolve_lazy(t: Tensor) -> Tensor:
+    """The tensor with its elements in memory: without a lazy negation, and no lazy zero."""
+    return t.clone() if _is_lazy_zero(t) else t.resolve_neg()
+
+
 is_legacy_batched: Callable[[Tensor], bool] = _find(
     "torch._C._functorch.is_legacy_batchedtensor",
     lambda _: False,

@@ -186,8 +186,8 @@ def _memory(tensor: Tensor) -> Any:
     Not `tensor.numpy()`: after it torch never again resizes that memory, and FSDP frees parameters by resizing them.
     """
     size = tensor.nbytes
-    if size and not tensor.data_ptr():  # it has no elements of its own: torch says so, or makes them
-        return tensor.numpy().data
+    if size and not tensor.data_ptr():  # it has no elements of its own: torch makes them, or says so
+        return tensor.numpy(force=True).data
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
 
 
@@ -198,7 +198,7 @@ def elements(tensor: Tensor) -> np.ndarray:
     array([0, 1, 2])
     """
     with ignore_func_transforms():
-        return without_gradient_wrappers(tensor).detach().resolve_neg().to("cpu", copy=True).numpy()
+        return without_gradient_wrappers(tensor).detach().resolve_neg().to("cpu", copy=True).numpy(force=True)
 
 
 def distinct_elements(tensor: Tensor) -> np.ndarray:
