@@ -265,6 +265,22 @@ def test_a_bias_tensor_goes_with_rows_of_different_lengths() -> None:
     assert torch.allclose(found[1:], alone, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_has_the_biases_of_rows_of_different_lengths(backend: str) -> None:
+    k, v = ragged([83, 40])
+    table = normal(32, 6).requires_grad_()
+    for bias in (Alibi(6), T5Bias(table), Alibi(6) + TensorBias(normal(1, 6, 7, 83))):
+
+        def run(q: Tensor, bias: Bias = bias) -> Tensor:
+            return attend(q, k, v, mask=Causal(), bias=bias)
+
+        found, right = torch.compile(run, backend=backend, fullgraph=True)(Q), run(Q)
+        assert torch.allclose(found, right, atol=1e-6)
+        if bias.tensors() and found.requires_grad:
+            grads = [torch.autograd.grad(out.square().sum(), table)[0] for out in (found, right)]
+            assert torch.allclose(*grads, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"layout": Paged(page=16)}, {"codec": torch.float64}, {"codec": Int8()}], ids=str
 )

@@ -245,12 +245,12 @@ _is_lazy_zero: Callable[[Tensor], bool] = _find(
 
 def is_lazy_zero(t: object) -> bool:
     """Whether it is a tensor of zeros without memory, as forward-mode differentiation makes them."""
-    return isinstance(t, Tensor) and _is_lazy_zero(t)
+    return type(t) is Tensor and _is_lazy_zero(t)  # other classes may not know the question
 
 
 def resolve_lazy(t: Tensor) -> Tensor:
     """The tensor with its elements in memory: without a lazy negation, and no lazy zero."""
-    return t.clone() if _is_lazy_zero(t) else t.resolve_neg()
+    return t.clone() if is_lazy_zero(t) else t.resolve_neg()
 
 
 is_legacy_batched: Callable[[Tensor], bool] = _find(

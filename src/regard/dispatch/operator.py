@@ -199,7 +199,7 @@ def attend_traced(request: Request) -> State:
     elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
     if isinstance(k, StoredTensor) or isinstance(v, StoredTensor):  # an operator takes tensors
-        mask, (stored_k, stored_v) = stored_pair(k, v, mask, bias, offset)
+        mask, bias, (stored_k, stored_v) = stored_pair(k, v, mask, bias, offset)
         k, v = stored_k.dense(), stored_v.dense()
     check_tensors(q, k, v)
     check_sink(sink, q.shape[1], q)
