@@ -327,6 +327,10 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise second_derivative("native")
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        raise second_derivative("native")
+
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """[heads]: minus the sink's share of the softmax, times delta, summed over the rows that see a key.
