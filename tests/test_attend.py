@@ -2,19 +2,23 @@
 
 from collections.abc import Generator
 from contextvars import copy_context
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from regard import (
     Alibi,
     Call,
     Causal,
+    Documents,
     Global,
     MaskFunction,
     Prefix,
     ProblemError,
     RefusalError,
+    T5Bias,
     TensorBias,
     TensorMask,
     Tree,
@@ -48,6 +52,54 @@ def test_one_hot_scores_look_up_their_value():
 def test_equal_scores_give_the_mean_of_what_is_seen():
     q, v = torch.zeros(1, 1, 4, 2), torch.tensor([1.0, 3.0, 5.0, 7.0]).view(1, 1, 4, 1)
     assert attend(q, q, v, mask=Causal()).flatten().tolist() == [1, 2, 3, 4]
+
+
+def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros without memory, as forward-mode differentiation makes them."""
+    return cast(Any, torch)._efficientzerotensor(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
+def test_zeros_without_memory_are_zeros(name: str, backend: str):
+    if backend == "native" and not native.available():
+        pytest.skip(native.absence())
+    if (backend, name) == ("sdpa", "sink"):
+        return
+    given = {each: torch.randn(1, 2, 7, 8) for each in "qkv"} | {"sink": torch.randn(2)}
+    if name != "sink":
+        del given["sink"]
+    right = attend(**cast(Any, given | {name: torch.zeros_like(given[name])}), backend=backend)
+    for _ in range(3):  # the second call is a ready one, the third one knows its guard
+        attend(**cast(Any, given), backend=backend)
+        out = attend(**cast(Any, given | {name: lazy_zeros(*given[name].shape)}), backend=backend)
+        assert torch.allclose(out, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"bias": TensorBias(lazy_zeros(7, 7))},
+        {"bias": T5Bias(lazy_zeros(32, 2))},
+        {"mask": Documents(lazy_zeros(7, dtype=torch.int64))},
+        {"mask": ~TensorMask(lazy_zeros(7, 7, dtype=torch.bool))},
+    ],
+    ids=["bias", "table", "documents", "mask"],
+)
+def test_masks_and_biases_of_zeros_without_memory_are_those_of_zeros(words: dict[str, Any]):
+    q, k, v = torch.randn(3, 1, 2, 7, 8)
+    assert torch.allclose(attend(q, k, v, **words), attend(q, k, v), atol=1e-6)
+
+
+def test_a_gradient_of_zeros_without_memory_is_zero():
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 2, 7, 8))
+    out = attend(q, k, v)
+    assert not any(t.any() for t in torch.autograd.grad(out, (q, k, v), lazy_zeros(*out.shape)))
+    state = attend_state(q, k, v)
+    with_zeros = (torch.ones_like(state.out), lazy_zeros(*state.lse.shape))
+    found = torch.autograd.grad((state.out, state.lse), (q, k, v), with_zeros)
+    for t, right in zip(found, torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)), strict=True):
+        assert torch.allclose(t, right, atol=1e-6)
 
 
 ARGUMENTS = {

@@ -21,9 +21,10 @@ from regard import (
     explain,
     observe_calls,
 )
-from regard.cache import Int4, Int8, KVCache, Paged, StoredTensor
+from regard.cache import Fp8, Int4, Int8, KVCache, Latent, Paged, Rolling, StoredTensor
 from regard.extend import Bias, spec
 from regard.scores import Cosine
+from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Contiguous, Layout
 from tests.stored import coded, dense, paged, plain
@@ -264,6 +265,22 @@ def test_a_bias_tensor_goes_with_rows_of_different_lengths() -> None:
     assert torch.allclose(found[1:], alone, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_has_the_biases_of_rows_of_different_lengths(backend: str) -> None:
+    k, v = ragged([83, 40])
+    table = normal(32, 6).requires_grad_()
+    for bias in (Alibi(6), T5Bias(table), Alibi(6) + TensorBias(normal(1, 6, 7, 83))):
+
+        def run(q: Tensor, bias: Bias = bias) -> Tensor:
+            return attend(q, k, v, mask=Causal(), bias=bias)
+
+        found, right = torch.compile(run, backend=backend, fullgraph=True)(Q), run(Q)
+        assert torch.allclose(found, right, atol=1e-6)
+        if bias.tensors() and found.requires_grad:
+            grads = [torch.autograd.grad(out.square().sum(), table)[0] for out in (found, right)]
+            assert torch.allclose(*grads, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"layout": Paged(page=16)}, {"codec": torch.float64}, {"codec": Int8()}], ids=str
 )
@@ -278,12 +295,33 @@ def test_keys_and_values_in_a_cache_keep_their_tangents(options: dict[str, Any])
         torch.testing.assert_close(unpack_dual(out).tangent, expected[:, :, 30:])
 
 
-@pytest.mark.parametrize("is_dual", [False, True])
-def test_codes_of_keys_and_values_with_tangents_are_refused(is_dual: bool):
-    q, k, v = torch.randn(3, 1, 2, 100, 8)
+@pytest.mark.parametrize("dual", ["none", "keys", "values"])
+@pytest.mark.parametrize("layout", [None, Rolling(97, 0), Paged(page=16)], ids=str)
+@pytest.mark.parametrize("codec", [Int8(32, 0, 0), Int4(32, 0, 0), Fp8(32, 0, 0)], ids=lambda codec: codec.kind)
+def test_codes_of_keys_and_values_with_tangents_are_refused(codec: Codec, layout: Layout | None, dual: str):
+    q, k, v = torch.randn(3, 1, 2, 96, 8)  # whole groups, so that all tokens are codes
     with dual_level():
-        cache = KVCache(codec=Int8())
-        handles = cache.append(k, make_dual(v, v) if is_dual else v)
-        with pytest.raises(ProblemError, match="codes, which have no tangents") if is_dual else nullcontext():
-            out = attend(make_dual(q, q), *handles, mask=Causal())
+        cache = KVCache(layout, codec)
+        tokens = (make_dual(k, v) if dual == "keys" else k, make_dual(v, k) if dual == "values" else v)
+        with nullcontext() if dual == "none" else pytest.raises(ProblemError, match="codes, which have no tangents"):
+            out = attend(make_dual(q, q), *cache.append(*tokens), mask=Causal())
             assert unpack_dual(out).tangent is not None
+        assert cache.tokens == (96 if dual == "none" else 0)
+
+
+def test_codes_of_latents_with_tangents_are_refused():
+    entries = torch.randn(1, 1, 32, 24)
+    with dual_level(), pytest.raises(ProblemError, match="codes, which have no tangents"):
+        KVCache(Latent(16), Int8(32, 0, 0)).append(make_dual(entries, entries))
+
+
+def test_plain_tokens_after_codes_have_their_tangents():
+    q, k, v, tangent = torch.randn(4, 1, 2, 40, 8)
+    cache = KVCache(codec=Int8(32, 0, 0))
+    keys, values = (dense(t).clone() for t in cache.append(k[:, :, :32], v[:, :, :32]))
+    k, v = torch.cat((keys, k[:, :, 32:]), 2), torch.cat((values, v[:, :, 32:]), 2)
+    tangent[:, :, :32] = 0
+    with dual_level():
+        k, v = make_dual(k, tangent), make_dual(v, tangent)
+        out = attend(q, *cache.append(k[:, :, 32:], v[:, :, 32:]), mask=Causal())
+        torch.testing.assert_close(unpack_dual(out).tangent, unpack_dual(attend(q, k, v, mask=Causal())).tangent)

@@ -33,7 +33,7 @@ from regard.plan.problem import Problem, is_first_of
 from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import is_any_autocast_enabled
+from regard.torch_internals import is_any_autocast_enabled, is_lazy_zero
 from regard.wide import autocast_dtype
 
 
@@ -285,6 +285,7 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
         return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it
     if is_compiling():
         return attend_traced(request)
+    request = _without_lazy_zeros(request)
     if (route := current_route.get()) is not None:
         return run_route(route, request)
     observers = active_observers()
@@ -300,6 +301,14 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     if key is not None:
         ready.keep(key, request.mask, plan, operands)
     return pass_to_observers(observers, request, plan, operands, state) if observers else state
+
+
+def _without_lazy_zeros(request: Request) -> Request:
+    """The request with memory for zeros that have none, which kernels, torch's too, would read at address 0."""
+    if not any(map(is_lazy_zero, (request.q, request.k, request.v, request.sink))):
+        return request
+    given: dict[str, Any] = {name: getattr(request, name) for name in ("q", "k", "v", "sink")}
+    return request._replace(**{name: t.clone() for name, t in given.items() if is_lazy_zero(t)})
 
 
 def _has_dtensors(request: Request) -> bool:

@@ -175,11 +175,21 @@ _gradient_transform: object = _find(
     None,
     "torch.func.grad of a call that torch traces fails with torch's own error",
 )
+_tangent_transform: object = _find(
+    "torch._C._functorch.TransformType.Jvp",
+    None,
+    "an append to a cache inside torch.func.jvp fails with torch's own error",
+)
 
 
 def in_func_grad() -> bool:
     """Whether `torch.func.grad`, `vjp` or `jacrev` is at work, at any level."""
     return any(each.key() == _gradient_transform for each in _func_transforms() or ())
+
+
+def in_func_derivative() -> bool:
+    """Whether `torch.func.grad`, `jvp` or any other derivative of `torch.func` is at work, at any level."""
+    return any(each.key() in (_gradient_transform, _tangent_transform) for each in _func_transforms() or ())
 
 
 # as `torch.compiler.assume_constant_result` does, which loads torch's compiler (torch 2.0); dynamo guards on the levels
@@ -223,6 +233,24 @@ def without_gradient_wrappers(t: Tensor) -> Tensor:
     while not torch.compiler.is_compiling() and _is_gradient_wrapper(t):
         t = _unwrapped_once(t)
     return t
+
+
+_is_lazy_zero: Callable[[Tensor], bool] = _find(
+    "torch.Tensor._is_zerotensor",
+    lambda _: False,
+    "a tensor of zeros without memory, such as forward mode makes, is refused as an error in regard",
+)
+"""Whether all elements are 0 and none has memory; torch 1.11."""
+
+
+def is_lazy_zero(t: object) -> bool:
+    """Whether it is a tensor of zeros without memory, as forward-mode differentiation makes them."""
+    return type(t) is Tensor and _is_lazy_zero(t)  # other classes may not know the question
+
+
+def resolve_lazy(t: Tensor) -> Tensor:
+    """The tensor with its elements in memory: without a lazy negation, and no lazy zero."""
+    return t.clone() if is_lazy_zero(t) else t.resolve_neg()
 
 
 is_legacy_batched: Callable[[Tensor], bool] = _find(

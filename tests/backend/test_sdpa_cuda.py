@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual
 
 from regard import Causal, RefusalError, attend, attend_state, explain
 from regard.backend import triton
@@ -225,6 +226,9 @@ def test_a_second_derivative_is_an_error_and_not_wrong(gpu: PretendedGpu):
     (grad,) = torch.autograd.grad(attend(q, k, v, mask=Causal(), backend="sdpa").sum(), q, create_graph=True)
     with pytest.raises(RefusalError, match="'sdpa' can be differentiated once"):
         torch.autograd.grad(grad.sum(), q)
+    out = attend(q, k, v, mask=Causal(), backend="sdpa")
+    with dual_level(), pytest.raises(RefusalError, match="'sdpa' can be differentiated once"):
+        torch.autograd.grad(out, q, make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
 @pytest.mark.parametrize("gpu", ["cudnn"], indirect=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.nn.functional import pad
 
 from regard import (
@@ -106,6 +107,8 @@ def test_a_second_derivative_is_an_error_and_not_wrong():
     out = attend(q, q, q, backend="triton")
     with pytest.raises(RefusalError, match="one gradient at a time"):
         torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
+    with dual_level(), pytest.raises(RefusalError, match="'triton' can be differentiated once"):
+        torch.autograd.grad(out, q, make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
 @pytest.mark.parametrize("cap", [0.7, 50.0, 1e3, 1e6])

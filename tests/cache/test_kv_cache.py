@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from regard import Causal, ProblemError, Rope, attend, explain
 from regard.cache import KVCache, PagePool, StoredTensor
@@ -219,6 +220,79 @@ def test_bad_tokens_change_nothing(layout: Layout, codec: Codec | None):
         assert repr(cache) == message, name
     for side, was in zip(cache.append(k[:, :, :0], v[:, :, :0]), held, strict=True):
         assert torch.equal(dense(side), was)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_append_inside_a_transform_of_torch_is_refused(layout: str, transform: str, started: bool):
+    cache, (k, v) = KVCache(LAYOUTS[layout]), tokens_of(LAYOUTS[layout], 9)
+    if started:
+        cache.append(k, v)
+
+    def total(k: Tensor) -> Tensor:
+        with torch.no_grad():
+            return dense(cache.append(k, v)[0]).sum()
+
+    run = {
+        "grad": lambda: torch.func.grad(total)(k),
+        "jvp": lambda: torch.func.jvp(total, (k,), (k,)),
+        "vmap": lambda: torch.vmap(total)(torch.stack((k, k))),
+    }
+    with pytest.raises(ProblemError, match="outside of vmap" if transform == "vmap" else "before the derivative"):
+        run[transform]()
+    assert cache.tokens == (9 if started else 0)
+    cache.append(k, v)
+    assert cache.tokens == (18 if started else 9)
+
+
+def test_a_pool_and_steps_refuse_an_append_inside_a_transform_of_torch():
+    pool, cache = PagePool(), KVCache()
+    k = torch.randn(1, 2, 7, 8)
+    sequence = pool.sequence()
+    cache.append(k, k)
+    steps = cache.steps(31)
+    for append in (lambda k: pool.append([sequence], k, k), lambda k: steps.append(k[:, :, :1], k[:, :, :1])):
+        with pytest.raises(ProblemError, match=r"inside torch\.func\.grad, jvp"):
+            torch.func.jvp(lambda k, append=append: dense(append(k)[0]), (k,), (k,))
+
+
+def test_tokens_that_vmap_does_not_map_over_are_appended_inside_it():
+    cache, k, q = KVCache(), torch.randn(1, 2, 7, 8), torch.randn(3, 1, 2, 1, 8)
+    found = torch.vmap(lambda q: attend(q, *cache.append(k, k)))(q)
+    assert cache.tokens == 7
+    assert torch.allclose(found, torch.stack([attend(each, k, k) for each in q]), atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "rolling", "paged", "latent"])
+@pytest.mark.parametrize("policy", ["none", "recent"])
+def test_selected_and_evicted_tokens_keep_their_tangents(layout: str, policy: str):
+    if not goes_together(layout, "plain", policy):
+        return
+    cache, (k, v) = KVCache(LAYOUTS[layout], evict=POLICIES[policy]), tokens_of(LAYOUTS[layout], 90)
+    rows = torch.tensor([1, 0, 0])
+    with dual_level():
+        cache.append(make_dual(k, 2 * k), None if v is None else make_dual(v, 2 * v))
+        cache.select(rows)
+        more = [None if t is None else t[rows][:, :, :1] for t in (k, v)]
+        assert more[0] is not None
+        for side in cache.append(more[0], more[1]):
+            found = unpack_dual(dense(side))
+            assert torch.equal(found.tangent[:, :, :-1], 2 * found.primal[:, :, :-1])
+
+
+def test_a_copy_of_a_cache_that_would_lose_tangents_is_refused():
+    k = torch.randn(1, 2, 7, 8)
+    with dual_level():
+        for layout, codec in ((Contiguous(), None), (Rolling(61, 3), None), (Contiguous(), Int8())):
+            cache = KVCache(layout, codec)
+            cache.append(k, make_dual(k, k))
+            with pytest.raises(ProblemError, match="lose the tangents"):
+                copy.copy(cache)
+        for layout in (Contiguous(), Paged(16)):
+            cache = KVCache(layout)
+            cache.append(k, k if isinstance(layout, Contiguous) else make_dual(k, k))
+            assert copy.copy(cache).tokens == 7
 
 
 @pytest.mark.parametrize("k", [torch.ones(2, 3, 4, 5, dtype=torch.int64), torch.ones(3, 4, 5), None, "k"], ids=str)

@@ -174,6 +174,14 @@ def test_tensors_of_a_rule_may_be_negated_lazily(kind: str):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_zeros_without_memory_are_zeros(name: str):
+    given = dict(zip("qkv", torch.randn(3, 1, 2, 7, 8), strict=True))
+    lazy = cast(Any, torch)._efficientzerotensor((1, 2, 7, 8))
+    found, right = (linear_attend(**(given | {name: t})).out for t in (lazy, torch.zeros(1, 2, 7, 8)))
+    assert torch.allclose(found, right, atol=1e-6)
+
+
 # ---- the edges ------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual
 
 from regard import (
     Alibi,
@@ -196,6 +197,14 @@ def test_a_second_derivative_is_an_error_and_not_wrong():
         torch.autograd.grad(grad.sum(), q)
     with pytest.raises(RefusalError, match="no vmap or forward-mode derivative"):
         torch.func.jvp(lambda t: attend(t, t, t, backend=BEST), (q.detach(),), (q.detach(),))
+
+
+def test_a_tangent_of_a_gradient_is_an_error_and_not_lost():
+    q, weight = small(1, 1, 3, 2), torch.randn(1, 1, 3, 2)
+    with dual_level():
+        out = attend(q, q, q, backend=BEST)
+        with pytest.raises(RefusalError, match="differentiated once"):
+            torch.autograd.grad((out * make_dual(weight, weight)).sum(), q)
 
 
 @pytest.mark.exhaustive(per="test")

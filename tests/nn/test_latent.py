@@ -542,3 +542,15 @@ def test_pages_of_codes_are_refused_with_the_layout_that_takes_them():
         with pytest.raises(ProblemError, match=r"codec=None, or KVCache\(Latent\(rank\), codec\) if the values are ch"):
             module(x, cache=KVCache(Paged(16), Int8()))
         module(x, cache=KVCache(Latent(16), Int8()))
+
+
+def test_specs_can_be_assigned():
+    made, x = LatentAttention(16, 2, **SIZES, position=Rope(4)), torch.randn(1, 7, 16)
+    later = LatentAttention(16, 2, **(SIZES | {"mask": None}))
+    for name, spec in (("mask", Causal()), ("position", Rope(4))):
+        setattr(later, name, spec)
+    later.load_state_dict(made.state_dict())
+    assert torch.equal(later(x), made(x))
+    for name, wrong, says in (("mask", "causal", "the text 'causal'"), ("position", Rope(6), r"Rope\(4\)")):
+        with pytest.raises(ProblemError, match=says):
+            setattr(later, name, wrong)

@@ -481,3 +481,44 @@ def test_a_scaling_takes_inputs_without_tokens_and_positions_without_data(scalin
     assert on_meta(x.to("meta"), positions=torch.arange(11, device="meta")).shape == x.shape
     with pytest.raises(ProblemError, match="the greatest of the positions is nan: expected finite positions"):
         module(x, positions=torch.full((11,), torch.nan))
+
+
+def test_specs_that_are_assigned_are_those_of_the_constructor():
+    bias = T5Bias(torch.randn(32, 2, requires_grad=True))
+    words: dict[str, Any] = {"position": Rope(8), "mask": Causal(), "bias": bias, "score": Cosine()}
+    made, x = MultiHeadAttention(16, 2, **words), torch.randn(1, 7, 16)
+    later = MultiHeadAttention(16, 2)
+    for name, spec in words.items():
+        setattr(later, name, spec)
+    later.load_state_dict(made.state_dict())
+    assert torch.equal(later(x), made(x))
+    assert [name for name, _ in later.named_parameters() if "table" in name] == ["bias.table"]
+    later.bias = later.mask = None
+    without = later(x, mask=Causal())
+    later.mask = SpecModule(Causal())
+    assert torch.equal(later(x), without)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("position", Rope(6), "these have 8"),
+        ("position", Alibi(2), "bias="),
+        ("mask", "causal", "the text 'causal'"),
+        ("mask", SpecModule(Alibi(2)), "expected a regard Mask"),
+        ("bias", torch.zeros(2, 7, 7), "expected a regard Bias"),
+        ("score", 3, "expected a regard Score"),
+    ],
+)
+def test_what_is_no_spec_of_its_kind_cannot_be_assigned(name: str, given: Any, says: str):
+    module = MultiHeadAttention(16, 2)
+    with pytest.raises(ProblemError, match=says):
+        setattr(module, name, given)
+    assert getattr(module, name) is None
+
+
+def test_a_call_says_that_an_assigned_bias_is_of_other_heads():
+    module = MultiHeadAttention(16, 2)
+    setattr(module, "bias", Alibi(4))  # noqa: B010 - a type checker knows only what it is afterwards
+    with pytest.raises(ProblemError, match=r"Alibi\(heads=4\)"):
+        module(torch.randn(1, 7, 16))

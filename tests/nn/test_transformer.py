@@ -385,7 +385,7 @@ def test_layers_that_were_moved_or_converted_have_one_table(learned: bool, moved
 def test_a_layer_that_was_given_a_table_of_its_own_keeps_it_when_the_model_is_converted():
     model = Encoder(VOCABULARY, WIDTH, 3, HEADS, position=T5Bias(torch.zeros(32, HEADS)))
     cast(Any, model.blocks[1]).attention.bias = SpecModule(T5Bias(torch.ones(32, HEADS)))
-    cast(Any, model.blocks[2]).attention.bias = nn.Parameter(torch.ones(3))  # of an attention class of the user
+    cast(Any, model.blocks[2]).attention = nn.Linear(3, 3)  # in place of an attention class of the user with a bias
     first, own = (cast(Any, block).attention.bias.table for block in model.double().blocks[:2])
     assert (first.sum().item(), own.sum().item()) == (0.0, 32.0 * HEADS)
 
@@ -466,3 +466,13 @@ def test_a_block_of_another_class_is_moved_and_loaded_with_the_others():
     model.double().load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
     first, _, last = model.blocks
     assert cast(Any, first).attention.bias.table is cast(Any, last).attention.bias.table
+
+
+def test_the_position_of_an_encoder_can_be_assigned():
+    made, tokens = Encoder(VOCABULARY, WIDTH, 2, HEADS, position=Sinusoidal(WIDTH)), torch.arange(5)[None]
+    later = Encoder(VOCABULARY, WIDTH, 2, HEADS)
+    cast(Any, later).position = Sinusoidal(WIDTH)
+    later.load_state_dict(made.state_dict())
+    assert torch.equal(later(tokens), made(tokens))
+    with pytest.raises(ProblemError, match="expected a position that is added to embeddings"):
+        cast(Any, later).position = Rope(8)

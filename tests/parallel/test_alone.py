@@ -41,6 +41,19 @@ def test_a_group_of_one_rank_gives_the_bits_of_attend(function: Callable[..., Te
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+def test_a_second_derivative_is_an_error_and_not_left_out(function: Callable[..., Tensor]):
+    q, k, v = qkv()
+    q = q.clone().requires_grad_()
+    out = function(q, k, v, mask=Causal())
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RefusalError, match="attention over ranks can be differentiated once"):
+        (out.sum() + grad.square().sum()).backward()
+    with pytest.raises(RefusalError, match="attention over ranks can be differentiated once"):
+        torch.autograd.grad(grad.sum(), q)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch's own, where a graph goes on after a break

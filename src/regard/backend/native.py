@@ -43,6 +43,7 @@ from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, p
 from regard.plan.problem import MAX_OFFSET, Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.torch_internals import resolve_lazy
 from regard.wide import wide_of
 
 SECONDS = 0.2
@@ -314,9 +315,9 @@ class _Gradient(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         *parts, out, lse = saved
         refuse_batched("native", dout, dlse)
-        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+        dout = torch.zeros_like(out) if dout is None else resolve_lazy(dout)
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
-        dlse = None if dlse is None else dlse.resolve_neg().contiguous()
+        dlse = None if dlse is None else resolve_lazy(dlse).contiguous()
         inputs = Inputs(*cast(Any, parts))
         if inputs.bias is not None:
             inputs = inputs._replace(bias=in_place(inputs.bias, wanted.bias, kernel.wide))
@@ -324,6 +325,10 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise second_derivative("native")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         raise second_derivative("native")
 
 

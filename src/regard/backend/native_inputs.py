@@ -10,6 +10,7 @@ from regard.backend.native_parts import listed
 from regard.plan.distance import split_by_distance, table, vectors
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
+from regard.torch_internals import resolve_lazy
 from regard.wide import wide_of
 
 _AT = {name: number for number, name in enumerate(native_calls.GRADIENT)}
@@ -42,7 +43,7 @@ def inputs_of(p: Problem, o: Operands) -> Inputs:
     sink = None if o.sink is None else o.sink.to(wide).contiguous()
     of_distance, others = split_by_distance(o.bias)
     bias = table(others, o)
-    bias = None if bias is None else in_place(bias, p.grad, wide)
+    bias = None if bias is None else in_place(resolve_lazy(bias), p.grad, wide)
     return Inputs(o.q, o.k, o.v, sink, vectors(of_distance, p, o, wide), bias, o.stored)
 
 

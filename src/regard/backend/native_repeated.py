@@ -62,7 +62,7 @@ def _run(run: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) ->
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         except RuntimeError:  # a layout without strides
             return None
-        if not qd == kd == vd == 1:
+        if not (qd == kd == vd == 1 and at_q and at_k and at_v):  # without memory: no tokens, or a lazy zero
             return None
         offset = keys - queries if offset is None else offset
         if qh < qt and queries > 1:
@@ -126,7 +126,7 @@ def _run_stored(run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by
             (qb, qh, qt, qd), at_q = q.stride(), q.data_ptr()
         except RuntimeError:  # a layout without strides
             return None
-        if qd != 1:
+        if qd != 1 or not at_q:
             return None
         is_by_token = qh < qt and queries > 1
         _, _, like, (ob, oh, ot), _, empty_like = by_token if is_by_token else by_head

@@ -29,6 +29,7 @@ from regard.torch_internals import (
     cudnn_attention_backward,
     flash_attention,
     flash_attention_backward,
+    resolve_lazy,
 )
 
 CUDNN_CHIPS = (9, 10)
@@ -198,8 +199,12 @@ class _Gradient(torch.autograd.Function):
         inputs, state = Inputs(*cast("Any", parts)), State(out, lse.contiguous())
         if fused is None or dout is None or dlse is not None:  # torch's kernels take no gradient of lse
             return gradients(call, inputs, (*wanted, False, False, False), state, dout, dlse)[:3]
-        return _backward(call, fused, inputs, wanted, state, dout.resolve_neg(), lse_axes)
+        return _backward(call, fused, inputs, wanted, state, resolve_lazy(dout), lse_axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise second_derivative("sdpa")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         raise second_derivative("sdpa")

@@ -220,3 +220,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise second_derivative("triton")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        raise second_derivative("triton")

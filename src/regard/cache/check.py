@@ -15,6 +15,7 @@ from regard.errors import ProblemError
 from regard.plan.checks import DTYPES
 from regard.storage.codec import TILE, Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from regard.torch_internals import current_func_transform, in_func_derivative, is_batched
 
 
 def form_of(k: object, v: object, layout: Layout | None = None) -> Form:
@@ -81,7 +82,22 @@ def check_fits(k: object, v: object, store: Store, layout: Layout) -> None:
 
 
 def check_inference(k: Tensor, v: Tensor | None, owner: str) -> None:
-    """Raise `ProblemError` if k or v require gradients: in-place writes would break the graph of earlier steps."""
+    """Raise `ProblemError` if k or v require gradients: in-place writes would break the graph of earlier steps.
+
+    Also inside `torch.func`, which follows no writes to memory from outside of it.
+    """
+    if current_func_transform() is not None and not torch.compiler.is_compiling():
+        if in_func_derivative():
+            raise ProblemError(
+                f"keys or values were appended to a {owner} inside torch.func.grad, jvp or another derivative, which "
+                "allows no writes to its memory: append before the derivative and attend inside it, or compute the "
+                "whole sequence without a cache."
+            )
+        if is_batched(k) or (v is not None and is_batched(v)):
+            raise ProblemError(
+                f"keys or values that torch.vmap maps over were appended to a {owner}, whose memory is the same for "
+                "all: append outside of vmap, with what it would map over as batch rows."
+            )
     if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
         raise ProblemError(
             f"keys or values that require gradients were appended to a {owner}, which is for inference: run under "

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.store import CachedTensor, Form, allocate_both, allocate_filled, as_cached, check_capacity, with_spare
+from regard.cache.store import (
+    CachedTensor,
+    Form,
+    allocate_both,
+    allocate_filled,
+    as_cached,
+    check_capacity,
+    select_into,
+    with_spare,
+)
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous
 
@@ -73,7 +82,7 @@ class DenseStore:
     def select(self, rows: Tensor) -> None:
         selected = allocate_both(self.form, len(rows), self._capacity, self._dtype)
         for old, new in zip(self._memory, selected, strict=True):
-            torch.index_select(self._stored(old), 0, rows, out=self._stored(new))
+            select_into(self._stored(new), self._stored(old), rows)
         self._memory, self.form = selected, self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:
@@ -82,7 +91,7 @@ class DenseStore:
         for old, new in zip(self._memory, memory, strict=True):
             if old.is_cpu:  # copies whole tokens, 20 times faster than `gather`, which copies single elements
                 for b, h in itertools.product(range(old.shape[0]), range(old.shape[1])):
-                    torch.index_select(old[b, h], 0, index[b, h], out=new[b, h, :kept])
+                    select_into(new[b, h, :kept], old[b, h], index[b, h])
             else:
                 new.narrow(2, 0, kept).copy_(old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
         self._memory, self.tokens = memory, kept

@@ -5,7 +5,7 @@ that is refused changes nothing.
 """
 
 import copy
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -39,11 +39,15 @@ from regard.cache.store import (
 )
 from regard.describe.mask import Mask
 from regard.describe.suggestions import suggest_keywords
+from regard.describe.tensors import has_tangent
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
-from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Part, Rolling, StoredTensor
+from regard.torch_internals import in_forward_mode
+
+S = TypeVar("S", Store, Store | None)
 
 
 class KVCache:
@@ -169,15 +173,17 @@ class KVCache:
 
         Raises:
             ProblemError: shapes, dtypes or devices that do not fit one another or what is stored; a fixed capacity or
-                a pool that is full; or tensors that require gradients: a cache is for inference.
+                a pool that is full; tensors that require gradients, or derivatives of `torch.func`: a cache is for
+                inference; or tensors with tangents (forward mode) that a codec would lose.
         """
         store, state = self._store, self._policy_state
-        if store is None:
-            store = _store_for(self.layout, self._stored_as, form_of(k, v, self.layout))
-            state = None if self.evict is None else start_policy(self.evict)
-        elif not fits(k, v, store.form):
+        form = form_of(k, v, self.layout) if store is None else store.form
+        if store is not None and not fits(k, v, form):
             check_fits(k, v, store, self.layout)
         check_inference(k, v, "cache")
+        if store is None:
+            store = _store_for(self.layout, self._stored_as, form)
+            state = None if self.evict is None else start_policy(self.evict)
         if self._policy_state is not None and k.shape[2]:
             self._evict(store, k.shape[2])
         stored = (hadamard(k), None if v is None else hadamard(v)) if self._is_rotated else (k, v)
@@ -372,7 +378,8 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""
         other = KVCache(self.layout, self.codec, self.evict)
-        other._store, other._policy_state = copy.deepcopy((self._usable_store(), self._policy_state), memo)
+        other._store = _own_copy(self._usable_store(), memo)
+        other._policy_state = copy.deepcopy(self._policy_state, memo)
         other._min_crop = self._min_crop
         return other
 
@@ -422,12 +429,32 @@ class KVCache:
 
 def _with_room(store: Store, capacity: int) -> PlainSteps:
     """The memory of a copy of a plain store that has `capacity` tokens."""
-    form, full = store.form, copy.deepcopy(store)
-    shape = form.batch, form.kv_heads, capacity - store.tokens
+    full = _own_copy(store)
+    return PlainSteps(tuple(parts[0] for parts in _append_zeros(full, capacity - store.tokens)), full)
+
+
+def _own_copy(store: S, memo: "dict[int, Any] | None" = None) -> S:
+    """A deep copy.
+
+    Raises:
+        ProblemError: elements have tangents, which torch leaves out of deep copies of tensors.
+    """
+    is_copied = store is not None and not isinstance(store, PagedStore)  # whose copies share pages
+    if in_forward_mode() and is_copied and any(has_tangent(p.data) for ps in _append_zeros(store, 0) for p in ps):
+        raise ProblemError(
+            "a cache of keys or values with tangents (forward-mode derivatives) was copied, and the copy would lose "
+            "the tangents: append the same tokens to a second cache, or use Paged(), whose copies share pages."
+        )
+    return copy.deepcopy(store, memo)
+
+
+def _append_zeros(store: Store, tokens: int) -> list[tuple[Part, ...]]:
+    """Append tokens that are zeros; returns the parts of the keys, and of the values if there are any."""
+    form = store.form
+    shape = form.batch, form.kv_heads, tokens
     k, *v = (torch.zeros(*shape, dim, dtype=form.dtype, device=form.device) for dim in form.dims)
-    found = full.append(k, v[0] if v else None)
-    parts = [(t if isinstance(t, StoredTensor) else StoredTensor.of(t)).parts[0] for t in found[: len(form.dims)]]
-    return PlainSteps(tuple(parts), full)
+    found = store.append(k, v[0] if v else None)
+    return [(t if isinstance(t, StoredTensor) else StoredTensor.of(t)).parts for t in found[: len(form.dims)]]
 
 
 def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) -> Store:

@@ -37,7 +37,7 @@ from regard.cache.coded_slots import CodedSlots, without_first
 from regard.cache.coded_steps import CodedSteps, InRing, PagedCodes
 from regard.cache.quantised import QuantisedStore
 from regard.cache.steps import RollingSteps, RotateSinks, ring_slot
-from regard.cache.store import CachedTensor, Form, allocate, allocate_both, as_cached, select_rows
+from regard.cache.store import CachedTensor, Form, allocate, allocate_both, as_cached, select_into, select_rows
 from regard.describe.position import Rope, has_own_rotate
 from regard.describe.position_table import is_traced
 from regard.errors import ProblemError
@@ -246,7 +246,7 @@ class RollingStore:
         selected = allocate_both(self.form, len(rows), self._memory[0].shape[2], self._dtype)
         for old, new in zip(self._memory, selected, strict=True):
             here = (2, self._first, self.tokens)
-            torch.index_select(old.narrow(*here), 0, rows, out=new.narrow(*here))
+            select_into(new.narrow(*here), old.narrow(*here), rows)
         self._sinks, self._memory = self._sinks.selected(rows), selected
         self.form = self.form._replace(batch=len(rows))
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.tensors import is_without_data
+from regard.describe.tensors import has_tangent, is_without_data
 from regard.errors import ProblemError
 from regard.huge_pages import advise_huge_pages
 from regard.storage.codec import Codec, code_bytes
@@ -257,7 +257,16 @@ def as_cached(memory: Tensor, first: int, tokens: int, dtype: torch.dtype) -> Ca
 def select_rows(t: Tensor, rows: Tensor) -> Tensor:
     """A copy of batch rows of t, which can be written as memory from `allocate`."""
     selected = _empty((len(rows), *t.shape[1:]), t.dtype, t.device)
-    return torch.index_select(t, 0, rows, out=selected)
+    select_into(selected, t, rows)
+    return selected
+
+
+def select_into(out: Tensor, t: Tensor, index: Tensor) -> None:
+    """Write `t[index]` into `out`; index is int64 [len(out)]."""
+    if has_tangent(t):  # torch's functions with out= refuse it
+        out.copy_(t.index_select(0, index))
+    else:
+        torch.index_select(t, 0, index, out=out)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from xxhash import xxh3_128_digest
 
 from regard.describe.code_reads import (
@@ -54,7 +53,7 @@ from regard.describe.object_state import (
     read_slot,
     slots,
 )
-from regard.describe.tensors import ClassRef, Untraceable, content_key, is_without_data
+from regard.describe.tensors import ClassRef, Untraceable, content_key, has_tangent, is_without_data
 
 MOST = 10_000
 """The most objects that are followed for one function; a function that reads more is `Untraceable`."""
@@ -114,7 +113,7 @@ def reads_learned(thing: object) -> bool | None:
 
 def reads_dual(thing: object) -> bool | None:
     """Whether a function or any other object reads a tensor that has a tangent; None if it cannot be followed."""
-    return _reads(thing, lambda t: unpack_dual(t).tangent is not None)
+    return _reads(thing, has_tangent)
 
 
 def _reads(thing: object, is_sought: Callable[[Tensor], bool]) -> bool | None:

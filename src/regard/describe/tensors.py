@@ -24,6 +24,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.weak import WeakIdKeyDictionary
 from xxhash import xxh3_128_digest
 
@@ -32,6 +33,7 @@ from regard.torch_internals import (
     current_func_transform,
     ignore_func_transforms,
     ignore_torch_function,
+    in_forward_mode,
     is_func_wrapper,
     version,
     without_gradient_wrappers,
@@ -93,6 +95,11 @@ class ContentKey:
 def is_without_data(t: object) -> bool:
     """Whether it is a tensor without data: on the meta device, or fake."""
     return isinstance(t, Tensor) and (t.is_meta or isinstance(t, FakeTensor))
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether a tensor has a tangent, of forward-mode differentiation."""
+    return in_forward_mode() and unpack_dual(t).tangent is not None
 
 
 def form(tensor: Tensor) -> ContentKey:
@@ -179,8 +186,8 @@ def _memory(tensor: Tensor) -> Any:
     Not `tensor.numpy()`: after it torch never again resizes that memory, and FSDP frees parameters by resizing them.
     """
     size = tensor.nbytes
-    if size and not tensor.data_ptr():  # it has no elements of its own: torch says so, or makes them
-        return tensor.numpy().data
+    if size and not tensor.data_ptr():  # it has no elements of its own: torch makes them, or says so
+        return tensor.numpy(force=True).data
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
 
 
@@ -191,7 +198,7 @@ def elements(tensor: Tensor) -> np.ndarray:
     array([0, 1, 2])
     """
     with ignore_func_transforms():
-        return without_gradient_wrappers(tensor).detach().resolve_neg().to("cpu", copy=True).numpy()
+        return without_gradient_wrappers(tensor).detach().resolve_neg().to("cpu", copy=True).numpy(force=True)
 
 
 def distinct_elements(tensor: Tensor) -> np.ndarray:

@@ -18,7 +18,6 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, cast, get_type
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.backend.contract import ResumableKernel
@@ -31,7 +30,7 @@ from regard.describe.mask_function import MaskFunction
 from regard.describe.score import Dot
 from regard.describe.serialized import deserialize
 from regard.describe.spec import bound_to
-from regard.describe.tensors import is_without_data
+from regard.describe.tensors import has_tangent, is_without_data
 from regard.dispatch.choose import BACKENDS, check_backend
 from regard.dispatch.execute import drawing, execute
 from regard.dispatch.onnx_form import in_onnx, is_exporting_to_onnx
@@ -145,7 +144,7 @@ def _refusing(differentiated: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(differentiated)
     def checked(*arguments: Any, **options: Any) -> Any:
-        if _has_any(arguments, _is_dual):
+        if _has_any(arguments, has_tangent):
             _refuse("forward-mode derivatives (jvp)")
         if in_func_grad() and _has_any(arguments, _learns):
             _refuse("torch.func.grad")
@@ -161,11 +160,6 @@ def _has_any(arguments: Sequence[object], holds: Callable[[Tensor], bool]) -> bo
         for each in arguments
         if isinstance(each, Tensor | list | tuple)
     )
-
-
-def _is_dual(t: Tensor) -> bool:
-    """Whether it has a tangent; a level of forward mode, which is of all threads, says nothing of this call."""
-    return unpack_dual(t).tangent is not None
 
 
 def _learns(t: Tensor) -> bool:
@@ -205,7 +199,7 @@ def attend_traced(request: Request) -> State:
     elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
     if isinstance(k, StoredTensor) or isinstance(v, StoredTensor):  # an operator takes tensors
-        mask, (stored_k, stored_v) = stored_pair(k, v, mask, bias, offset)
+        mask, bias, (stored_k, stored_v) = stored_pair(k, v, mask, bias, offset)
         k, v = stored_k.dense(), stored_v.dense()
     check_tensors(q, k, v)
     check_sink(sink, q.shape[1], q)

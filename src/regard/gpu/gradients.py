@@ -28,6 +28,7 @@ from regard.gpu.tables import by_key, by_query
 from regard.gpu.tokens import is_described
 from regard.gpu.totals import LOG2E, Totals, totals
 from regard.state import State
+from regard.torch_internals import resolve_lazy
 
 PREPARED_ROWS = 32
 """Rows of a program of `prepare_rows`."""
@@ -67,7 +68,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs; None where nobody wants one."""
     q_wanted, k_wanted, v_wanted, sink_wanted, distance_wanted, bias_wanted = wanted
-    dout = torch.zeros_like(state.out) if dout is None else dout.resolve_neg()
+    dout = torch.zeros_like(state.out) if dout is None else resolve_lazy(dout)
     if i.distance is not None or i.bias is not None:  # -inf may hide all keys of a row, which then drops its gradient
         dout = dout.masked_fill((state.lse == -torch.inf)[..., None], 0.0)
     dout = dout if dout.stride(3) == 1 else dout.contiguous()

@@ -19,7 +19,7 @@ from regard.linear.call import LinearCall
 from regard.linear.finite import rule_tensors
 from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, has_own_operators
-from regard.torch_internals import dispatch_modes
+from regard.torch_internals import dispatch_modes, is_lazy_zero
 
 CHUNK = 64
 """The most tokens of a chunk."""
@@ -52,11 +52,16 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.dtype == v.dtype == q.dtype
         and all(t.shape[0] * t.shape[1] * t.shape[3] for t in tensors)
-        and not any(t.is_neg() or has_own_operators(t) for t in (*tensors, *rule_tensors(call)) if t is not None)
+        and not any(_is_elsewhere(t) for t in (*tensors, *rule_tensors(call)) if t is not None)
         and not dispatch_modes()
         and can_be_read(*tensors)
         and _entry() is not None
     )
+
+
+def _is_elsewhere(t: Tensor) -> bool:
+    """Whether its elements may not be at its address."""
+    return t.is_neg() or is_lazy_zero(t) or has_own_operators(t)
 
 
 @cache

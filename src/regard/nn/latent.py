@@ -30,7 +30,8 @@ from regard.nn.projections import opaque_weight, why_not_linear
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
-from regard.nn.spec_module import SpecModule, as_module
+from regard.nn.spec_attributes import SpecAttributes
+from regard.nn.spec_module import SpecModule
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Latent, Rolling, StoredTensor
@@ -43,7 +44,7 @@ class Flops(NamedTuple):
     absorbed: int
 
 
-class LatentAttention(SinkModule):
+class LatentAttention(SinkModule, SpecAttributes):
     """Attention over latents: keys and values of all heads are projections of one vector per token.
 
     ```
@@ -110,6 +111,10 @@ class LatentAttention(SinkModule):
     (True, 20)
     """
 
+    position: SpecModule[Position] | None
+    mask: SpecModule[Mask] | None
+    _spec_names = ("position", "mask")
+
     @suggest_keywords
     def __init__(
         self,
@@ -144,9 +149,9 @@ class LatentAttention(SinkModule):
         check_flags(norm=norm, qkv_bias=qkv_bias, q_bias=q_bias, out_bias=out_bias, sink=sink)
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
-        self.position, self.mask = as_module(position), as_module(mask)
-        check_specs(None if self.mask is None else self.mask.spec, None, None)
         self._check_sizes()
+        for name, spec in {"mask": mask, "position": position}.items():
+            setattr(self, name, spec)
 
         def linear(wide: int, narrow: int, bias: bool = False) -> nn.Linear | None:
             return nn.Linear(wide, narrow, bias, device, dtype) if narrow else None
@@ -400,9 +405,13 @@ class LatentAttention(SinkModule):
                 f"heads={self.heads}, kv_heads={self.kv_heads}, rope_heads={self.rope_heads}: each must be a whole "
                 "multiple of the next."
             )
-        rope = None if self.position is None else self.position.spec
-        if rope is not None and not (isinstance(rope, Rope | RopePairs) and rope.dim == self.rope_dim):
+
+    def _check_spec(self, name: str, spec: object) -> None:
+        if name == "mask" or spec is None:
+            check_specs(spec, None, None)
+            return
+        if not (isinstance(spec, Rope | RopePairs) and spec.dim == self.rope_dim):
             expected = f"Rope({self.rope_dim}), as rope_dim={self.rope_dim}" if self.rope_dim else "none, as rope_dim=0"
-            raise ProblemError(f"position={rope!r}: expected {expected}.")
-        if isinstance(rope, RopePairs) and len(rope.pairs) not in (1, self.rope_heads):
-            raise ProblemError(f"{rope!r} chooses pairs for {len(rope.pairs)} heads, and rope_heads={self.rope_heads}.")
+            raise ProblemError(f"position={spec!r}: expected {expected}.")
+        if isinstance(spec, RopePairs) and len(spec.pairs) not in (1, self.rope_heads):
+            raise ProblemError(f"{spec!r} chooses pairs for {len(spec.pairs)} heads, and rope_heads={self.rope_heads}.")

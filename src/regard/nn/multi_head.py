@@ -29,12 +29,13 @@ from regard.nn.checks import check_cache, check_flags, check_input, check_observ
 from regard.nn.norm import RMSNorm
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.sinks import SinkModule, make_sinks
-from regard.nn.spec_module import SpecModule, as_module
+from regard.nn.spec_attributes import SpecAttributes
+from regard.nn.spec_module import SpecModule
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
 
 
-class MultiHeadAttention(SinkModule):
+class MultiHeadAttention(SinkModule, SpecAttributes):
     """Multi-head attention with its weights.
 
     ```
@@ -76,7 +77,8 @@ class MultiHeadAttention(SinkModule):
         ProblemError: the sizes and the position do not fit together, or a mask, bias or score is of another class. Each
             call checks whether these three fit the heads and the tokens.
 
-    `position`, `mask`, `bias` and `score` may be a `SpecModule`, so that layers share their tensors.
+    `position`, `mask`, `bias` and `score` may be a `SpecModule`, so that layers share their tensors. They may be
+    assigned later as well, `attention.bias = Alibi(8)`.
 
     >>> import torch
     >>> from regard import Causal
@@ -84,6 +86,11 @@ class MultiHeadAttention(SinkModule):
     >>> attention(torch.randn(1, 10, 64)).shape
     torch.Size([1, 10, 64])
     """
+
+    position: SpecModule[Position] | None
+    mask: SpecModule[Mask] | None
+    bias: SpecModule[Bias] | None
+    score: SpecModule[Score] | None
 
     @suggest_keywords
     def __init__(
@@ -123,14 +130,8 @@ class MultiHeadAttention(SinkModule):
         check_flags(qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias, gate=gate, sink=sink)
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
-        check_specs(*(one.spec if isinstance(one, SpecModule) else one for one in (mask, bias, score)))
-        _check_rope(position.spec if isinstance(position, SpecModule) else position, self.head_dim)
-        self.position, self.mask, self.bias, self.score = (
-            as_module(position),
-            as_module(mask),
-            as_module(bias),
-            as_module(score),
-        )
+        for name, spec in {"mask": mask, "bias": bias, "score": score, "position": position}.items():
+            setattr(self, name, spec)
 
         inner, shared = heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, inner, qkv_bias, device, dtype)
@@ -227,6 +228,12 @@ class MultiHeadAttention(SinkModule):
         parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
         parts += ["sink=True"] * (self.sinks is not None)
         return ", ".join(parts + ([] if self.backend is None else [f"backend={self.backend!r}"]))
+
+    def _check_spec(self, name: str, spec: object) -> None:
+        if name == "position":
+            _check_rope(spec, self.head_dim)
+        else:
+            check_specs(*(spec if each == name else None for each in ("mask", "bias", "score")))
 
     def _split(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """[batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim], normalised; without a norm a view."""

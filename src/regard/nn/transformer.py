@@ -17,6 +17,7 @@ from regard.cache.store import Policy
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
+from regard.describe.not_a_spec import received
 from regard.describe.position import Absolute, Position
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
@@ -28,6 +29,7 @@ from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.shared_tensors import Shared, SharesTensors
+from regard.nn.spec_attributes import SpecAttributes
 from regard.nn.spec_module import SpecModule, as_module
 from regard.nn.token_positions import token_positions
 from regard.soft_dict import COLDEST
@@ -92,7 +94,7 @@ class Block(nn.Module):
         return x + change if self.skip else change
 
 
-class Encoder(SharesTensors):
+class Encoder(SharesTensors, SpecAttributes):
     """Embeddings, blocks and a norm: tokens to vectors; every token sees every other unless a mask hides it.
 
     Embeddings are drawn from N(0, 1 / d_model) and multiplied by sqrt(d_model) (Vaswani et al. §3.4). Weights of the
@@ -118,6 +120,9 @@ class Encoder(SharesTensors):
     torch.Size([2, 7, 32])
     """
 
+    position: SpecModule[Absolute] | None
+    _spec_names = ("position",)
+
     @suggest_keywords
     def __init__(
         self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
@@ -135,7 +140,7 @@ class Encoder(SharesTensors):
         layers = whole(layers, "layers", "blocks", least=0)
         context_dim = None if context_dim is None else whole(context_dim, "context_dim", "dimensions", least=1)
         is_absolute = isinstance(spec, Absolute)
-        self.position: SpecModule[Absolute] | None = as_module(cast(Any, position)) if is_absolute else None
+        self.position = as_module(cast("Absolute | SpecModule[Absolute]", position)) if is_absolute else None
         rope = position if isinstance(spec, Position) and not is_absolute else None
         # Not one module in all layers: torch.func.functional_call would leave the weights of the call in it.
         bias = spec if isinstance(spec, Bias) else None
@@ -154,6 +159,13 @@ class Encoder(SharesTensors):
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
+
+    def _check_spec(self, name: str, spec: object) -> None:
+        if not isinstance(spec, Absolute | None):
+            raise ProblemError(
+                f"{name} is {received(spec)}: expected a position that is added to embeddings, or None; the others are "
+                "those of each block's attention, blocks[i].attention.position or .bias."
+            )
 
     def _shared_tensors(self) -> list[Shared]:
         """The tables of the biases of layers next to one another."""

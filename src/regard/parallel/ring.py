@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from regard.backend.contract import Backend
@@ -19,6 +18,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
+from regard.errors import RefusalError
 from regard.parallel.call import Arguments, Place, ShardedCall, pose
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
@@ -153,14 +153,31 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, *more = ctx.saved_tensors
-        found = ctx.ring.backward(q, k, v, (out, lse), *grads)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = _Gradient.apply(ctx.ring, ctx.needs_input_grad[4:], *grads, *ctx.saved_tensors)
+        return None, *cast("tuple[Tensor | None, ...]", found)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `_Attend`, which have no derivatives themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ring: "Ring", wanted: tuple[bool, ...], dout: Tensor, dlse: Tensor, *saved: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *more = saved
+        found = ring.backward(q, k, v, (out, lse), dout, dlse)
         # zeros, not None, on a rank that computed nothing with a tensor: the ranks add up their gradients
-        learned = zip(found.more, more, ctx.needs_input_grad[4:], strict=True)
+        learned = zip(found.more, more, wanted, strict=True)
         own = (torch.zeros_like(t) if grad is None and is_wanted else grad for grad, t, is_wanted in learned)
-        return None, *(grad.to(t.dtype) for grad, t in zip(found[:3], (q, k, v), strict=True)), *own
+        return *(grad.to(t.dtype) for grad, t in zip(found[:3], (q, k, v), strict=True)), *own
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise RefusalError(
+            "attention over ranks can be differentiated once, and this asks for a second derivative: gather q, k and v "
+            'on one rank and call attend(..., backend="reference").'
+        )
 
 
 UP, DOWN, KEYS, SUMS, HOME = 0, 1, 0, 2, 4

@@ -7,12 +7,11 @@ are split evenly; a rank gets the key heads that its query heads use, so a key h
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.describe.mask import Ints
 from regard.parallel.layout import Layout, even_parts
@@ -145,34 +144,18 @@ class Share:
         return self.queries if kind == "q" else self.keys
 
 
-class ToHeads(torch.autograd.Function):
-    """q, k and v by heads, from q, k and v by tokens."""
+class Exchange(torch.autograd.Function):
+    """Tensors by heads, from tensors by tokens, or the way back: each is the derivative of the other."""
 
     @staticmethod
-    def forward(ctx: Any, share: Share, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.share = share
-        return tuple(t.view_as(t) for t in share.to_heads(list(tensors), "qkk"))
+    def forward(ctx: Any, share: Share, kinds: str, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = share, kinds, not to_heads
+        move = share.to_heads if to_heads else share.to_tokens
+        return tuple(t.view_as(t) for t in move(list(tensors), kinds))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.share.to_tokens(list(grads), "qkk")
-
-
-class ToTokens(torch.autograd.Function):
-    """(out, lse) by tokens, from those by heads."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Share, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.share = share
-        out, lse = share.to_tokens([out, lse[..., None]], "qq")
-        return out.view_as(out), lse[..., 0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dout, dlse = ctx.share.to_heads([grads[0], grads[1][..., None]], "qq")
-        return None, dout, dlse[..., 0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *cast("tuple[Tensor, ...]", Exchange.apply(*ctx.back, *grads))
 
 
 def _exchange(ranks: Ranks, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:

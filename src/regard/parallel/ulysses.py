@@ -24,7 +24,7 @@ from regard.parallel.call import Arguments, Place, ShardedCall, pose, route_of
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Ranks
 from regard.parallel.ring import run_ring
-from regard.parallel.share import Segment, Share, ToHeads, ToTokens
+from regard.parallel.share import Exchange, Segment, Share
 from regard.seeds import mixed
 from regard.state import State
 from regard.wide import wide_of
@@ -140,11 +140,12 @@ def _run_untraced(ring: Ranks, sharing: Ranks, arguments: Arguments) -> Tensor:
     if sharing.size > 1 and per_head:
         raise RefusalError(f"{a.score!r} has a tensor per head, and heads are shared between ranks: use ring_attend.")
     share = Share(sharing, ring, call.queries, call.keys, a.q.shape[1], a.k.shape[1])
-    q, k, v = cast("tuple[Tensor, ...]", ToHeads.apply(share, a.q, a.k, a.v))
+    q, k, v = cast("tuple[Tensor, ...]", Exchange.apply(share, "qkk", True, a.q, a.k, a.v))
     states = [_state(ring, call, share, s, q, k, v) for s in share.segments]
     states = states or [_no_heads(q, k, v, call.formula.tensors())]
     out, lse = (torch.cat([getattr(s, name) for s in states], 1) for name in ("out", "lse"))
-    state = State(*cast("tuple[Tensor, Tensor]", ToTokens.apply(share, out, lse)))
+    out, lse = cast("tuple[Tensor, Tensor]", Exchange.apply(share, "qq", False, out, lse[..., None]))
+    state = State(out, lse[..., 0])
     return (state.out if a.sink is None else state.with_sink(a.sink)).to(a.q.dtype)
 
 

@@ -2,14 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from regard.describe.bias import Bias
 from regard.describe.content import reads_dual
 from regard.describe.mask import CallSizes
 from regard.describe.score import Dot, Score
 from regard.describe.spec import bound_to
-from regard.errors import ProblemError
+from regard.describe.tensors import has_tangent
 from regard.plan.checks import (
     check_device,
     check_has_data,
@@ -117,18 +116,8 @@ def _is_transformed(
         return True
     if not in_transform():
         return False
-    parts = [] if stored is None else [part for t in stored for part in t.parts]
-    is_stored_dual = any(_is_dual(part.data) for part in parts)
-    if is_stored_dual and any(part.kind != "plain" for part in parts):
-        raise ProblemError(
-            "keys or values with tangents (forward-mode derivatives) are in a cache that stores codes, which have no "
-            "tangents: use a cache without a codec."
-        )
-    return is_stored_dual or any(map(_is_dual, tensors)) or any(map(_may_read_dual, specs))
-
-
-def _is_dual(t: Tensor) -> bool:
-    return unpack_dual(t).tangent is not None
+    parts = () if stored is None else (part.data for t in stored for part in t.parts)
+    return any(map(has_tangent, (*tensors, *parts))) or any(map(_may_read_dual, specs))
 
 
 def _may_read_dual(spec: Bias | Score) -> bool:

@@ -105,8 +105,7 @@ class Request(NamedTuple):
             request = request._replace(offset=check_offset(self.offset)) if rows is None else self._by_row(rows)
         if isinstance(self.k, StoredTensor) or isinstance(self.v, StoredTensor):
             _check_ring(self)
-            bias = _bias_of_ragged(request.bias, self.k)
-            mask, (k, v) = stored_pair(self.k, self.v, request.mask, bias, request.offset)
+            mask, bias, (k, v) = stored_pair(self.k, self.v, request.mask, request.bias, request.offset)
             request = request._replace(k=k.placeholder, v=v.placeholder, mask=mask, bias=bias, stored=(k, v))
         return request
 
@@ -179,10 +178,11 @@ _key = _compile_key()
 
 def stored_pair(
     k: Tensor | StoredTensor, v: Tensor | StoredTensor, mask: Mask | None, bias: Bias | None, offset: object
-) -> tuple[Mask | None, tuple[StoredTensor, StoredTensor]]:
-    """The mask of a call, and its keys and values as stored tensors, if either is stored.
+) -> tuple[Mask | None, Bias | None, tuple[StoredTensor, StoredTensor]]:
+    """The mask and the bias of a call, and its keys and values as stored tensors, if either is stored.
 
-    For rows of different lengths the mask is `Ragged`, and the last query of each row is at its last key.
+    For rows of different lengths the mask is `Ragged`, and Alibi and T5Bias are `BiasByRow`: the last query of each
+    row is at its last key.
 
     Raises:
         ProblemError: keys and values that are not of one cache; a mask, bias or offset that does not fit rows of
@@ -193,8 +193,9 @@ def stored_pair(
     if lengths != values.row_lengths or keys.rotated != values.rotated:
         raise ProblemError(f"k is {keys} and v {values}: a value belongs to each key, so they come from one cache.")
     if lengths is not None:
+        bias = _bias_of_ragged(bias, lengths, keys.shape[2])
         mask = _ragged(mask, lengths, bias, offset)
-    return mask, (keys, values)
+    return mask, bias, (keys, values)
 
 
 def _as_stored(given: object, name: str) -> StoredTensor:
@@ -220,15 +221,13 @@ def _check_ring(request: Request) -> None:
         )
 
 
-def _bias_of_ragged(bias: Bias | None, k: object) -> Bias | None:
-    """`bias`, its Alibi and T5Bias at the positions of each row, where rows of k have different lengths."""
-    lengths = k.row_lengths if isinstance(k, StoredTensor) else None
-    if lengths is None or not isinstance(bias, Bias):
-        return bias
-    if any(type(t) not in (Alibi, T5Bias) and not _is_table_of_call(t) for t in bias.terms()):
-        return bias  # `stored_pair` raises
-    keys = cast(StoredTensor, k).shape[2]
-    return cast(Bias, bias_by_row(bias, tuple(length - keys for length in lengths)))
+def _bias_of_ragged(bias: Bias | None, lengths: tuple[int, ...], keys: int) -> Bias | None:
+    """`bias`, its Alibi and T5Bias at the positions of each row, where rows have the first `lengths` of `keys` keys."""
+    if not isinstance(bias, Bias) or any(
+        type(t) not in (Alibi, T5Bias) and not _is_table_of_call(t) for t in bias.terms()
+    ):
+        return bias  # `_ragged` raises
+    return bias_by_row(bias, tuple(length - keys for length in lengths))
 
 
 def _is_table_of_call(term: Bias) -> bool:
@@ -244,8 +243,8 @@ def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offs
         )
     if isinstance(bias, Bias) and any(type(t) is not BiasByRow and not _is_table_of_call(t) for t in bias.terms()):
         raise ProblemError(
-            f"{bias!r} with rows of different lengths: expected Alibi or T5Bias (but in no graph), or a TensorBias "
-            "without an offset, whose rows are the queries of the call. Call attend row by row for others."
+            f"{bias!r} with rows of different lengths: expected Alibi, T5Bias, or a TensorBias without an "
+            "offset, whose rows are the queries of the call. Call attend row by row for others."
         )
     if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         return mask  # `pose` raises

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.tensors import is_without_data
+from regard.describe.tensors import has_tangent, is_without_data
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
@@ -138,8 +138,9 @@ def encode_tiled(
         [..., tokens].
 
     Raises:
-        ProblemError: an element is NaN or infinite.
+        ProblemError: an element is NaN or infinite, or has a tangent.
     """
+    _refuse_tangents(x, codec.kind)
     group = group or codec.group
     wide, (tokens, dim), end = x.float(), x.shape[-2:], _end(x.dtype)
     if per_token:
@@ -168,8 +169,9 @@ def encode_rows(x: Tensor, codec: Codec, *, is_checked: bool = False) -> Codes:
         data uint8 [..., tokens, units]; scale and zero_point bf16 [..., tokens, groups of channels].
 
     Raises:
-        ProblemError: an element is NaN or infinite.
+        ProblemError: an element is NaN or infinite, or has a tangent.
     """
+    _refuse_tangents(x, codec.kind)
     dim = x.shape[-1]
     group = codec.channels(dim)
     count = (dim + group - 1) // group
@@ -211,6 +213,15 @@ def decode_rows(codes: Codes, kind: str, *, dim: int, group: int) -> Tensor:
 
     found = _as_float(data, kind) * per_element(codes.scale)
     return found if codes.zero_point is None else found + per_element(codes.zero_point)
+
+
+def _refuse_tangents(x: Tensor, kind: str) -> None:
+    """Raise `ProblemError` if elements to be stored as codes have tangents, which would be lost."""
+    if has_tangent(x):
+        raise ProblemError(
+            f"keys or values with tangents (forward-mode derivatives) cannot be stored as {kind} codes, which have no "
+            "tangents: use a cache without a codec, or append outside of forward mode."
+        )
 
 
 def _range(x: Tensor, codec: Codec, axis: int, end: float, is_checked: bool) -> tuple[Tensor, Tensor | None]:
