@@ -17,6 +17,8 @@ from transformers import (
     BertModel,
     CLIPVisionConfig,
     DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
     GptOssConfig,
@@ -36,7 +38,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.xglm.modeling_xglm import XGLMAttention
 
-from regard import Causal, ProblemError, RefusalError
+from regard import Alibi, Causal, ProblemError, RefusalError, attend
 from regard.calls import Call, observe_calls
 from regard.integrate.attention_function import attention
 from regard.integrate.continuous import continuous_batching
@@ -418,6 +420,23 @@ def test_whoever_watches_sees_a_call_once_though_weights_are_asked_for():
 def test_a_model_that_attends_by_itself_is_refused(name: str):
     with pytest.raises(ProblemError, match="never asks transformers' AttentionInterface"):
         use_regard(model(name))
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_the_alibi_that_the_refusal_of_falcon_names_gives_its_attention(heads: int):
+    sizes = {"vocab_size": 50, "hidden_size": 8 * heads, "num_hidden_layers": 1, "num_attention_heads": heads}
+    config = FalconConfig(**sizes, alibi=True, multi_query=False, attn_implementation="sdpa")
+    falcon = FalconForCausalLM(config).eval()
+    with pytest.raises(ProblemError, match=r"in Falcon with slopes=regard.Alibi\(heads\).slope_per_head\(\) \*"):
+        use_regard(falcon)
+    layer, found = falcon.transformer.h[0].self_attention, dict[str, Tensor]()
+    layer.query_key_value.register_forward_hook(lambda _, args, out: found.update(qkv=out))
+    layer.dense.register_forward_pre_hook(lambda _, args: found.update(out=args[0]))
+    with torch.no_grad():
+        falcon(torch.randint(50, (2, 12)))
+    q, k, v = (t.transpose(1, 2) for t in layer._split_heads(found["qkv"]))
+    bias = Alibi(slopes=Alibi(heads).slope_per_head() * q.shape[3] ** -0.5)
+    assert close(attend(q, k, v, mask=Causal(), bias=bias).transpose(1, 2).flatten(2), found["out"])
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])

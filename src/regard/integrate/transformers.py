@@ -92,7 +92,8 @@ def check_model(model: Any) -> None:
         raise ProblemError(
             f"{type(model).__name__} computes attention in its own file ({type(model).__module__}) and never asks "
             "transformers' AttentionInterface, so its attention cannot be replaced. Leave it as it is, or call "
-            "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads))."
+            "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads), in Falcon with "
+            "slopes=regard.Alibi(heads).slope_per_head() * head_dim ** -0.5)."
         )
     refused = UNSUPPORTED.keys() - inspect.signature(attention).parameters.keys()
     for kind, (_, keywords) in uses.items():
