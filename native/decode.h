@@ -160,21 +160,22 @@ struct Decode {
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
     regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Sums &into,
                          const After *after) {
-        const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, keys.in_one && values.in_one};
+        const bool in_one = keys.in_one && values.in_one;
+        const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, {c.qk_dim, c.v_dim, in_one}};
         if constexpr (K::chained) interleave_queries(lanes);
         else take_queries(lanes);
         memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
-        const int known = after ? find_keys(*after, span.next_keys(values.bytes, keys.bytes), later) : 0;
-        keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
-        values.follow(span.of_values.sixteens, later, keys.bytes, known);
+        const int known = after ? find_keys(*after, span.asks.next_keys(values.bytes, keys.bytes), later) : 0;
+        keys.follow(span.asks.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
+        values.follow(span.asks.of_values.sixteens, later, keys.bytes, known);
         span.make(keys, queries, lanes.count, scores);
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
         for (int64_t at = 0; at < SPAN; at += BLOCK) {
             block.first = first + at;
             softmax.move_to(scores + at * lanes.count);
-            weigh_all(block, lanes, into, [&](int r) { span.ask(values, at, r, known > 0); });
+            weigh_all(block, lanes, into, [&](int r) { span.asks.ask(values, at, r, known > 0); });
             span.add(values, at, softmax.weights, lanes.count, into.out,
                      value_rows + DecodeValues<K>::coded_at(c.v_dim));
         }

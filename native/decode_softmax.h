@@ -38,24 +38,8 @@ struct DecodeSoftmax {
     // Row r: scores whole, the maximum, weights and their sum.
     void weigh(const Block &block, const Lanes &lanes, const Bits128 &bits, const Piece *pieces, int n, int r,
                const Sums &into) {
-        if (is_plain(block, pieces, n)) return weigh_plain(r, into);
-        T *s = scores + r * BLOCK;
-        V most = broadcast(NEVER);
-        for (int i = 0; i < n; ++i)
-            for (int j = pieces[i].low; j < pieces[i].high; j += W) {
-                const int count = pieces[i].high - j < W ? pieces[i].high - j : W;
-                V x = load(s + j);
-                if (scoring.whole)
-                    x = scoring.template shaped<P::precision>(x, added(lanes, r, block.first + j, count));
-                const uint64_t kept = kept_bits(block, bits, r, j, count);
-                if (kept != (W == 64 ? ~uint64_t(0) : (uint64_t(1) << W) - 1)) x = select(kept, x, broadcast(NEVER));
-                store(s + j, x);
-                most = larger(x, most);
-            }
-        const V shift = shift_of(r, largest(most), into);
-        T total = into.total[r];
-        for (int i = 0; i < n; ++i) total = add_weights(lanes, block.first, r, pieces[i], shift, total);
-        into.total[r] = total;
+        if (is_plain(block, pieces, n)) weigh_plain(r, into);
+        else weigh_any(block, lanes, bits, pieces, n, r, into);
     }
 
     // The bits of tokens j to j + count in lane r.
@@ -91,6 +75,27 @@ struct DecodeSoftmax {
 #pragma GCC unroll 8
         for (int j = 0; j < of_block; ++j) tree[j] = weights_of(load(s + j * W), r, j * W, shift);
         into.total[r] = add_sums<of_block>(tree, of_block, into.total[r]);
+    }
+
+    __attribute__((noinline)) void weigh_any(const Block &block, const Lanes &lanes, const Bits128 &bits,
+                                             const Piece *pieces, int n, int r, const Sums &into) {
+        T *s = scores + r * BLOCK;
+        V most = broadcast(NEVER);
+        for (int i = 0; i < n; ++i)
+            for (int j = pieces[i].low; j < pieces[i].high; j += W) {
+                const int count = pieces[i].high - j < W ? pieces[i].high - j : W;
+                V x = load(s + j);
+                if (scoring.whole)
+                    x = scoring.template shaped<P::precision>(x, added(lanes, r, block.first + j, count));
+                const uint64_t kept = kept_bits(block, bits, r, j, count);
+                if (kept != (W == 64 ? ~uint64_t(0) : (uint64_t(1) << W) - 1)) x = select(kept, x, broadcast(NEVER));
+                store(s + j, x);
+                most = larger(x, most);
+            }
+        const V shift = shift_of(r, largest(most), into);
+        T total = into.total[r];
+        for (int i = 0; i < n; ++i) total = add_weights(lanes, block.first, r, pieces[i], shift, total);
+        into.total[r] = total;
     }
 
     // What is subtracted from the scores of row r, whose largest in this block is `found`.
