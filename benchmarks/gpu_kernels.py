@@ -158,9 +158,10 @@ def compiled(variant: Variant, chip: str) -> Compiled:
 def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel, its blocks, and the constants that it is compiled for."""
     from regard.gpu import launch
-    from regard.gpu.backward import gradient_of_keys, gradient_of_queries
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
+    from regard.gpu.gradient_of_keys import gradient_of_keys
+    from regard.gpu.gradient_of_queries import gradient_of_queries
     from regard.gpu.gradients import PREPARED_ROWS, has_one_pass
     from regard.gpu.merge import merge
     from regard.gpu.rows import prepare_rows
