@@ -103,9 +103,9 @@ def _walk(
     DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, DDISTANCE: tl.constexpr, DBIAS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries, without scale, over the key tiles of their list."""
+    """The gradient of the queries, without scale, over the key tiles of their list, in the order of `forward.py`."""
     found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    last = tl.full([], 0, tl.int32)  # where the keys of a FULL tile that the end of the keys cuts begin
+    last = tl.full([], 0, tl.int32)
     cut = tl.full([], 0, tl.int32)
     for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
         first = tl.load(run_tile + run) * TILE
