@@ -158,11 +158,12 @@ def compiled(variant: Variant, chip: str) -> Compiled:
 def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel, its blocks, and the constants that it is compiled for."""
     from regard.gpu import launch
-    from regard.gpu.backward import gradient_of_keys, gradient_of_queries
-    from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
+    from regard.gpu.gradient_of_keys import gradient_of_keys
+    from regard.gpu.gradient_of_queries import gradient_of_queries
     from regard.gpu.gradients import PREPARED_ROWS, has_one_pass
+    from regard.gpu.merge import merge
     from regard.gpu.rows import prepare_rows
     from regard.gpu.totals import far_blocks
 
@@ -233,8 +234,8 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
     "whole" has no mask, "steps" has it in tensors of intervals and lengths, "careful" adds values one by one.
     """
-    from regard.gpu.decode import span
     from regard.gpu.few_rows import SPAN, Tokens, span_blocks
+    from regard.gpu.span import span
 
     kind = next((kind for kind in ("int8", "fp8", "int4") if kind in variant.more), "plain")
     dim, pages, latent, steps = variant.dim, *(name in variant.more for name in ("paged", "latent", "steps"))

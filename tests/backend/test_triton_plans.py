@@ -141,8 +141,9 @@ def test_steps_of_several_lengths_in_turn_have_the_tiles_of_their_own(plans: lis
 def test_no_size_and_no_seed_makes_another_kernel():
     """Where the kernels are compiled, which the tests of this process do not do."""
     program = """
-from regard.gpu.backward import gradient_of_keys, gradient_of_queries
 from regard.gpu.forward import forward
+from regard.gpu.gradient_of_keys import gradient_of_keys
+from regard.gpu.gradient_of_queries import gradient_of_queries
 from regard.gpu.sweep import sweep
 for kernel in (forward, gradient_of_queries, gradient_of_keys, sweep):
     print(*(p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)))

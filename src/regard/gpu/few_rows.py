@@ -1,4 +1,4 @@
-"""Decoding on a GPU: starts the kernels of `decode.py`, one for each part of the storage and one that merges."""
+"""Decoding on a GPU: starts `span.py`'s kernel for each part of the storage, and `merge.py`'s, which merges them."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from regard.errors import RefusalError
-from regard.gpu import decode as kernels
 from regard.gpu.call import Call, Inputs
 from regard.gpu.launch import (
     IS_INTERPRETED,
@@ -23,6 +22,8 @@ from regard.gpu.launch import (
     softcap_form,
     warps_and_stages,
 )
+from regard.gpu.merge import merge
+from regard.gpu.span import span
 from regard.gpu.starts import started
 from regard.gpu.tables import by_tile
 from regard.storage.codec import CHUNK as BYTE_CHUNK
@@ -125,8 +126,8 @@ def span_memory(cut: SpanBlocks, item: int, t: Tokens) -> int:
     return queries + keys + codes + rest
 
 
-_SPAN: Any = kernels.span
-_MERGE: Any = kernels.merge
+_SPAN: Any = span
+_MERGE: Any = merge
 
 
 class _Pair(NamedTuple):
@@ -274,7 +275,7 @@ def _run(
 
 
 def has_whole_pieces(kind: str, v_dim: int) -> bool:
-    """Whether the codes of a value are whole pieces, as `decode._piece` cuts them, so that words of them are loaded."""
+    """Whether the codes of a value are whole pieces (`pieces.piece_size`), so that words are loaded."""
     size, real = (padded(v_dim) // 2, -(-v_dim // 32) * 16) if kind == "int4" else (padded(v_dim), v_dim)
     return real % max(4, min(16, size // 8)) == 0
 

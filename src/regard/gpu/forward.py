@@ -115,11 +115,14 @@ def _walk(
     DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """The maximum, total and sums of the rows over the key tiles of their list."""
+    """The maximum, total and sums of the rows over the key tiles of their list: first FULL ones, then PARTIAL ones.
+
+    The keys of a FULL tile that the end of the keys cuts are computed with those of PARTIAL tiles.
+    """
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
-    last = tl.full([], 0, tl.int32)  # where the keys of a FULL tile that the end of the keys cuts begin
+    last = tl.full([], 0, tl.int32)  # where those keys begin
     cut = tl.full([], 0, tl.int32)
     for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
         first = tl.load(run_tile + run) * TILE

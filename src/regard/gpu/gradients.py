@@ -1,4 +1,11 @@
-"""The gradients of a call: starts the backward kernels, those of which a gradient is wanted."""
+"""The gradients of a call: starts the backward kernels, those of which a gradient is wanted.
+
+Weights are computed again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1): p = exp(s - total), where the
+total includes the sink's column; biases may need it in two numbers (`far_rows.py`), top and rest. With
+delta = out . dout of each row, the gradient of a score is ds = p (dp - delta), dp = dout . v. One program sums each
+gradient, those of queries by tile of queries, those of keys and values by tile of keys, in the order of the schedule's
+lists, so its bits are the same from run to run.
+"""
 
 from typing import NamedTuple
 
@@ -6,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.gpu.backward import gradient_of_keys, gradient_of_queries
 from regard.gpu.call import Call, Inputs
+from regard.gpu.gradient_of_keys import gradient_of_keys
+from regard.gpu.gradient_of_queries import gradient_of_queries
 from regard.gpu.launch import (
     biases_or,
     blocks_of,

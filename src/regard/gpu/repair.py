@@ -1,8 +1,8 @@
 """What torch's kernels computed, computed again where something in it is not finite.
 
 They hide a pair by a weight of 0, and 0 * NaN is NaN: what a hidden NaN or inf reaches is itself not finite. So the
-kernels of `forward.py` and `backward.py` read the results, and programs whose rows are all finite go on at once; rows
-that see NaN or inf are computed twice. Nothing is read on the host, and a call without NaN reads its results once.
+kernels of both passes read the results, and programs whose rows are all finite go on at once; rows that see NaN or inf
+are computed twice. Nothing is read on the host, and a call without NaN reads its results once.
 """
 
 from torch import Tensor

@@ -1,5 +1,5 @@
 # pyright: basic
-"""What the GPU kernels share: scores from products, the bits of PARTIAL tiles, and which weights dropout drops."""
+"""What the GPU kernels share: scores and weights from products, the bits of PARTIAL tiles, and which weights dropout drops."""
 
 import triton
 import triton.language as tl
@@ -113,6 +113,28 @@ def powers_of(s, top, rest, BIASED: tl.constexpr):
     if BIASED:
         return tl.minimum((s - top) * LOG2E - rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return s * LOG2E - top
+
+
+@triton.jit
+def weights_of(
+    s, top, rest, i, j, queries, keys, scale, softcap, base_distance, base_bias, bias_query, bias_key,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """(weights, scores before biases) of the products s of queries i and keys j, one along rows, one along columns."""
+    if not (SOFTCAP or DISTANCE or BIAS):
+        return tl.exp2(s * (scale * LOG2E) - top), s
+    before = capped(s, scale, softcap, SOFTCAP)
+    s = with_biases(before, i, j, queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS)
+    return tl.exp2(powers_of(s, top, rest, DISTANCE or BIAS)), before
+
+
+@triton.jit
+def slope_of(before, softcap, keep, GUARDED: tl.constexpr):
+    """The derivative of the softcap where scores are `before`; GUARDED: NaN of hidden ones, times 0, would be NaN."""
+    if GUARDED:
+        before = tl.where(keep, before, 0.0)
+    share = before / softcap
+    return 1.0 - share * share
 
 
 @triton.jit
