@@ -1,4 +1,4 @@
-// Where the values of up to 32 tokens are, for a few rows of weights: rows of memory, or rows of codes and their
+// Where the values of up to 64 tokens are, for a few rows of weights: rows of memory, or rows of codes and their
 // scales. Values of the call's type and codes in rows are read in place; others, and adjacent tokens of
 // parts with different forms, are decoded into rows first.
 #pragma once
@@ -13,11 +13,11 @@ template <typename K>
 struct FoundValues {
     using T = typename K::Wide;
     using S = typename K::Stored;
-    static constexpr int W = K::W, MOST = 32;  // tokens
+    static constexpr int W = K::W, MOST = 64;  // tokens
 
     const int64_t dim;                 // of a value
     S *const rows;                     // room for the decoded values of a block, if they cannot be read in place
-    float *const scales, *const lows;  // [32][groups of dims]
+    float *const scales, *const lows;  // [64][groups of dims]
     int64_t form;
     int64_t group = 0, groups = 0;  // dims of a scale; scales of a token
     int64_t step = 0;               // from row to row; 0: not the same
@@ -53,6 +53,7 @@ struct FoundValues {
         }
         const int last = high - low - 1;  // see DecodeValues::mix_dims
         step = last ? row[1] - row[0] : 64;
+        if (to == from + 1) return;  // rows of one run are evenly apart
         for (int j = 2; j <= last; ++j)
             if (row[j] - row[j - 1] != step) step = 0;
     }
