@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from regard.cost.model import Attention, Model
 from regard.cost.near_names import unknown_name
+from regard.cost.storage_names import CODECS, FLOATS
 from regard.errors import ProblemError
 from regard.integers import as_integer
 
 ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Bytes of an element, by type."""
 
-CODECS = ("int8", "int4", "fp8")
 SCALE = 2
 """Bytes of a scale or of a zero point: bf16."""
 
@@ -43,7 +43,8 @@ class Storage:
     """How a cache stores keys and values.
 
     Args:
-        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec.
+        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec. bf16 and fp16 are read as
+            bfloat16 and float16.
         group, residual, sinks: of the codec, as of `regard.cache.Int8`.
         page: tokens of a page, which counts whole, with a codec a multiple of 16; None: no pages.
 
@@ -58,8 +59,9 @@ class Storage:
     page: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", FLOATS.get(str(self.kind), self.kind))
         if self.kind not in (*ITEMS, *CODECS):
-            raise unknown_name("storage", str(self.kind), sorted({*ITEMS, *CODECS}))
+            raise unknown_name("storage", str(self.kind), sorted({*ITEMS, *FLOATS, *CODECS}))
         for name, least in (("group", None), ("residual", 0), ("sinks", 0)):
             check_count(self, name, least)
         if self.page is not None:
