@@ -161,7 +161,7 @@ ignore_func_transforms: Callable[[], AbstractContextManager[None]] = _find(
 current_func_transform: Callable[[], object | None] = _find(
     "torch._C._functorch.peek_interpreter_stack",
     lambda: "unknown",
-    'every call is computed as inside torch.func, by backend "reference": slowly',
+    'every call is computed as inside torch.func, by backend "reference": slowly, and refused by attention over ranks',
 )
 """The innermost transform of `torch.func` at work, None outside of all; torch 2.0."""
 

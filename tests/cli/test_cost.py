@@ -1,5 +1,6 @@
 """`regard cost`: the table, its files, its errors; at once, and without torch."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -9,10 +10,13 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 
 from regard.cli import cost_view
+from regard.cli.generate_options import add_cache_options, cache_spec
 from regard.cli.main import main
-from regard.cost import cost, find_machine, find_model, model_names
+from regard.cost import Storage, cost, find_machine, find_model, model_names, storage_names
+from regard.storage.codec import Fp8, Int4, Int8
 
 
 def shown(capsys, *arguments: str) -> str:
@@ -86,6 +90,27 @@ def test_options_of_the_cache_count(capsys):
     out = shown(capsys, "llama-2-7b", "--context", "100k", "--window", "2048", "--sinks", "8")
     assert re.search(r"KV cache +1.00 GiB", out)
     assert "window 2,040 + 8 sinks" in out
+
+
+@pytest.mark.parametrize("name", storage_names.NAMES)
+def test_the_function_and_the_commands_take_the_same_names_of_caches(name, capsys):
+    of_command = json.loads(shown(capsys, "gemma-2-9b", "--context", "8k", "--cache", name, "--json", "-"))
+    found = cost("gemma-2-9b", context=8192, storage=name)
+    full = "bfloat16" if name == "dense" else storage_names.FLOATS.get(name, name)
+    assert found.storage == Storage(full)
+    assert (of_command["cache"]["kind"], of_command["cache_bytes"]) == (full, found.cache_bytes)
+    args = generate_parser().parse_args(["--cache", name])
+    assert cache_spec(args).codec == (None if name == "dense" else codec_named(full))
+
+
+def generate_parser():
+    parser = argparse.ArgumentParser()
+    add_cache_options(parser)
+    return parser
+
+
+def codec_named(kind):
+    return {"int8": Int8(), "int4": Int4(), "fp8": Fp8()}.get(kind) or getattr(torch, kind)
 
 
 def test_an_encoder_has_no_cache_and_one_line_says_so(capsys):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard import Causal, Prefix, Window, attend, explain, observe_calls
 from regard.backend.definition import attention
 from regard.cache import Contiguous, Fp8, Int4, Int8, KVCache, Paged, Rolling
-from regard.cost import Attention, Pattern, Storage, call_cost, find_machine, training_memory
+from regard.cost import Attention, Pattern, Storage, call_cost, cost, find_machine, training_memory
 from regard.cost.config import from_config
 from regard.cost.fields import from_fields
 from regard.cost.model import Layer, Mlp, Model
@@ -253,6 +253,22 @@ def test_windows_beside_layers_of_full_attention_stay_as_they_are(codec, kind):
             model(torch.zeros(1, count, dtype=torch.long), use_cache=True, **as_argument(model, cache))
     counted = cache_bytes(from_config("m", config.to_dict()), 701, storage=Storage(kind))
     assert cache.bytes == pytest.approx(counted, rel=0.01)  # a window may store its last token or leave it to the next
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "float64"])
+def test_windows_beside_layers_of_full_attention_keep_the_type_of_the_model(kind, tokens):
+    auto = pytest.importorskip("transformers.models.auto")
+    settings = {**SMALL["gemma2"], "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 101, "intermediate_size": 96}
+    config = auto.configuration_auto.CONFIG_MAPPING["gemma2"](**settings, sliding_window=30)
+    model = use_regard(auto.AutoModelForCausalLM.from_config(config).eval())
+    cache = regard_cache(model, codec=getattr(torch, kind))
+    with torch.no_grad():
+        model(torch.zeros(2, tokens, dtype=torch.long), use_cache=True, **as_argument(model, cache))
+    read = from_config("m", config.to_dict())
+    counted = cost(read, context=tokens, batch=2, dtype="float32", storage=kind)
+    rows = 3 * 2 * 4 * (16 + 16) * 4  # queries and results of layers, batch rows and heads
+    assert cache.bytes == counted.cache_bytes == counted.step.attention.moved - rows
 
 
 def test_every_layer_of_a_qwen3_moe_has_its_window():

@@ -145,9 +145,14 @@ def test_a_codec_leaves_windows_and_chunks_beside_layers_of_full_attention_plain
     assert count(mixed("sc"), storage=codes) == 2 * count(mixed("s"), storage=codes) != 2 * count(mixed("s"))
 
 
-def test_a_step_reads_windows_in_the_type_in_which_they_are_stored():
-    moved = [cost(mixed("fs"), context=8192, storage=kind).step.attention.moved for kind in ("bfloat16", "float32")]
-    assert moved[1] / moved[0] == pytest.approx(2, rel=0.001)
+@pytest.mark.parametrize(("pattern", "kept"), [("fs", 1024), ("ss", 0)])
+def test_a_step_reads_windows_in_the_type_in_which_they_are_stored(pattern, kept):
+    narrow, wide = (cost(mixed(pattern), context=8192, storage=kind) for kind in ("bfloat16", "float32"))
+    token = token_bytes(mixed("f"))
+    growth = narrow.cache_bytes - kept * token  # what float32 doubles: all but windows beside full attention
+    assert wide.cache_bytes - narrow.cache_bytes == growth
+    assert wide.step.attention.moved - narrow.step.attention.moved == growth
+    assert wide.token_bytes - narrow.token_bytes == narrow.token_bytes - (token if kept else 0)
 
 
 def test_a_window_that_a_policy_keeps_has_codes_beside_a_window_of_the_model():

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
-from regard import Causal, ProblemError, RefusalError, attend, observe_calls
+from regard import Causal, ProblemError, RefusalError, TensorBias, attend, observe_calls
 from regard.cache import KVCache, Rolling
 from regard.errors import KeywordError
 from regard.extend import Bias, spec
@@ -51,6 +52,62 @@ def test_a_second_derivative_is_an_error_and_not_left_out(function: Callable[...
         (out.sum() + grad.square().sum()).backward()
     with pytest.raises(RefusalError, match="attention over ranks can be differentiated once"):
         torch.autograd.grad(grad.sum(), q)
+
+
+SHARDED = partial(attend_sharded, layout=Layout.contiguous(53, 1))
+BY_NAME = {"ring_attend": ring_attend, "ulysses_attend": ulysses_attend, "attend_sharded": SHARDED}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias"])
+def test_a_tangent_is_refused_in_words(name: str, which: str):
+    given: dict[str, Any] = dict(zip("qkv", qkv(), strict=True))
+    tokens = given["q"].shape[2]
+    given["bias"] = torch.zeros(tokens, tokens)
+    with forward_ad.dual_level():
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        given["bias"] = TensorBias(given["bias"])
+        with pytest.raises(RefusalError, match=rf"{name} got a tensor with a tangent .* with backward\(\)"):
+            BY_NAME[name](**given)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_torch_func_is_refused_in_words(name: str, transform: str):
+    q, k, v = qkv()
+    calls: dict[str, Callable[[], Any]] = {
+        "grad": lambda: torch.func.grad(lambda q: BY_NAME[name](q, k, v).sum())(q),
+        "vmap": lambda: torch.vmap(lambda q: BY_NAME[name](q, k, v))(q[None]),
+        "jvp": lambda: torch.func.jvp(lambda q: BY_NAME[name](q, k, v), (q,), (q,)),
+    }
+    with pytest.raises(RefusalError, match=rf"{name} inside of torch.func \(grad, vmap, jvp .* as batch rows"):
+        calls[transform]()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+def test_gradients_with_tangents_are_refused_in_words(function: Callable[..., Tensor]):
+    q, k, v = qkv()
+    q = q.clone().requires_grad_()
+    with forward_ad.dual_level():
+        out = function(q, k, v)
+        dout = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(RefusalError, match="the backward pass of attention over ranks got a tensor with a tangent"):
+            torch.autograd.grad(out, q, dout)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+def test_a_sink_may_have_a_tangent_which_no_rank_sends(function: Callable[..., Tensor]):
+    q, k, v = qkv()
+    found = list[Tensor]()
+    for each in (function, attend):
+        with forward_ad.dual_level():
+            sink = forward_ad.make_dual(torch.zeros(q.shape[1]), torch.ones(q.shape[1]))
+            found.append(forward_ad.unpack_dual(each(q, k, v, sink=sink)).tangent)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.usefixtures("alone")

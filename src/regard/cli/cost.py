@@ -12,6 +12,7 @@ from regard import __version__
 from regard.cli.argument_types import chosen_options, count, rate
 from regard.cli.generate_options import SINKS, SINKS_HELP
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_text
+from regard.cost.storage_names import CODECS, DENSE, NAMES
 from regard.errors import ProblemError
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ Memory is in KiB, MiB and GiB (powers of 1,024), work in FLOP (a multiply-add is
 """
 
 DTYPES = ("bfloat16", "float16", "float32")
-CACHES = ("dense", "bf16", "fp16", "int8", "int4", "fp8")
-"""Values of `--cache`, as of `regard generate`."""
-
-NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 MACHINE = "h100"
 
 
@@ -63,7 +60,7 @@ def add_to(commands: Any) -> None:
         help=f"such as a100, 8xh100, or this (its GPU, where torch has one), this-cpu (default: {MACHINE})",
     )
     group = parser.add_argument_group("KV cache")
-    group.add_argument("--cache", choices=CACHES, default="dense", help="how keys and values are stored")
+    group.add_argument("--cache", choices=NAMES, default=DENSE, help="how keys and values are stored")
     group.add_argument("--group-size", type=size, metavar="N", help="elements that share a scale (int8, int4, fp8)")
     group.add_argument("--window", type=size, metavar="N", help="keep the first and the last tokens, N in all")
     group.add_argument("--sinks", type=count(0), metavar="N", help=SINKS_HELP)
@@ -136,9 +133,9 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
         raise ProblemError(f"--sinks {args.sinks} are the first tokens of a window: add --window.")
     if args.window is not None and args.page_size is not None:
         raise ProblemError("--window and --page-size are two layouts of the cache: leave one of them out.")
-    if args.group_size and args.cache in ("dense", *NAMES):
+    if args.group_size and args.cache not in CODECS:
         raise ProblemError(f"--group-size is for codes, and --cache is {args.cache}: expected int8, int4 or fp8.")
-    kind = args.dtype if args.cache == "dense" else str(NAMES.get(args.cache, args.cache))
+    kind = args.dtype if args.cache == DENSE else args.cache
     storage = Storage(kind, group=args.group_size or 32, page=args.page_size)
     name = args.machine.lower()
     model, machine = load_model(args.name), this_machine(name) if name in THIS else find_machine(args.machine)

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.cli.argument_types import budget, count, number
+from regard.cost.storage_names import DENSE, FLOATS, NAMES
 from regard.errors import ProblemError
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ NEW_TOKENS = 256
 
 CODECS = {"int8": "Int8", "int4": "Int4", "fp8": "Fp8"}
 """Classes of `regard.storage.codec`."""
-
-FLOATS = {"dense": None, "bf16": "bfloat16", "fp16": "float16"}
-"""Types of torch; None is the type of the model."""
 
 POLICIES = {
     "recent": ("regard.cache.evict", "SinksAndRecent"),
@@ -60,9 +58,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the KV cache."""
     group = parser.add_argument_group("KV cache")
     size = count(1)
-    group.add_argument(
-        "--cache", choices=[*FLOATS, *CODECS], default="dense", help="how keys and values are stored (default: dense)"
-    )
+    group.add_argument("--cache", choices=NAMES, default=DENSE, help="how keys and values are stored (default: dense)")
     group.add_argument("--group-size", type=size, metavar="N", help="elements that share a scale (int8, int4, fp8)")
     group.add_argument(
         "--rotate",
@@ -78,7 +74,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
 
 def is_plain(args: argparse.Namespace) -> bool:
     """Whether no option of the cache is given: every token is kept in the type of the model."""
-    return args.cache == "dense" and args.window is None and args.page_size is None and args.evict is None
+    return args.cache == DENSE and args.window is None and args.page_size is None and args.evict is None
 
 
 def check_cache_options(args: argparse.Namespace) -> None:
@@ -119,8 +115,7 @@ def _codec(args: argparse.Namespace) -> "Codec | torch.dtype | None":
     if args.cache in CODECS:
         group = {} if args.group_size is None else {"group": args.group_size}
         return getattr(codec, CODECS[args.cache])(**group, rotate=args.rotate)
-    dtype = FLOATS[args.cache]
-    return None if dtype is None else getattr(torch, dtype)
+    return None if args.cache == DENSE else getattr(torch, FLOATS[args.cache])
 
 
 def _policy(args: argparse.Namespace) -> Any:

@@ -15,6 +15,7 @@ from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
 from regard.cost.published import load_model
 from regard.cost.storage import ITEMS, Storage, cache_bytes, check_count, state_bytes, token_bytes
+from regard.cost.storage_names import DENSE
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory
 from regard.cost.work import Parts, forward, prompt_call, step_call, training_step
@@ -290,7 +291,8 @@ def cost(
         context: tokens of a batch row; None: the longest that the model was made for.
         batch: rows.
         dtype: type of weights and activations.
-        storage: how the cache stores keys and values; a name such as "int8", or None for `dtype`.
+        storage: how the cache stores keys and values; a name such as "int8" or "bf16", as of `regard cost --cache`, or
+            None, or "dense", for `dtype`.
         machine: its limits, or its name; None: no times.
 
     Raises:
@@ -309,7 +311,8 @@ def cost(
     machine = machine_or_none(machine)
     if str(dtype) not in ITEMS:
         raise unknown_name("dtype", str(dtype), list(ITEMS))
-    storage = Storage(storage or dtype) if storage is None or isinstance(storage, str) else storage
+    if storage is None or isinstance(storage, str):
+        storage = Storage(dtype if storage in (None, DENSE) else storage)
     if not isinstance(cast(object, storage), Storage):
         raise ProblemError(f"storage is {storage!r}: expected a name such as 'int8', a regard.cost.Storage, or None.")
     tokens = model.context if context is None else context

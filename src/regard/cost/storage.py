@@ -7,8 +7,9 @@
 | int8, fp8 | qk_dim + v_dim codes, 2 qk_dim / group + 2 of scales |
 | int4 | half a byte for each code, 4 qk_dim / group + 4 v_dim / group of scales and zero points |
 
-The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`), and so do layers with a window or
-chunks in a model that has layers of full attention too (`regard.integrate.cache.RegardCache`). With a page size, the
+The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`). In a model that has layers of full
+attention too, layers with a window or chunks keep the model's type (`regard.integrate.cache.RegardCache`), whether the
+others store codes or floats of another type. With a page size, the
 last page of a row counts whole: at least `KVCache.bytes`, which counts its tokens, and at most
 `KVCache.allocated_bytes`, which counts free pages too. `Paged` encodes whole pages, so scales of keys are shared by
 gcd(page, group) tokens. Of codes in a window it is an estimate: in `Rolling` a few groups more, or fewer, stay plain.
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 
 from regard.cost.model import Attention, Model
 from regard.cost.near_names import unknown_name
+from regard.cost.storage_names import CODECS, FLOATS
 from regard.errors import ProblemError
 from regard.integers import as_integer
 
 ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Bytes of an element, by type."""
 
-CODECS = ("int8", "int4", "fp8")
 SCALE = 2
 """Bytes of a scale or of a zero point: bf16."""
 
@@ -42,7 +43,8 @@ class Storage:
     """How a cache stores keys and values.
 
     Args:
-        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec.
+        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec. bf16 and fp16 are read as
+            bfloat16 and float16.
         group, residual, sinks: of the codec, as of `regard.cache.Int8`.
         page: tokens of a page, which counts whole, with a codec a multiple of 16; None: no pages.
 
@@ -57,8 +59,9 @@ class Storage:
     page: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", FLOATS.get(str(self.kind), self.kind))
         if self.kind not in (*ITEMS, *CODECS):
-            raise unknown_name("storage", str(self.kind), sorted({*ITEMS, *CODECS}))
+            raise unknown_name("storage", str(self.kind), sorted({*ITEMS, *FLOATS, *CODECS}))
         for name, least in (("group", None), ("residual", 0), ("sinks", 0)):
             check_count(self, name, least)
         if self.page is not None:
@@ -102,12 +105,12 @@ def check_count(owner: object, name: str, least: int | None) -> None:
     object.__setattr__(owner, name, count)
 
 
-def stays_plain(model: Model, a: Attention | None, storage: Storage) -> bool:
-    """Whether a codec leaves a layer as it is: one with a window, or chunks, beside layers of full attention.
+def stays_plain(model: Model, a: Attention | None) -> bool:
+    """Whether a layer keeps the model's type: one with a window, or chunks, beside layers of full attention.
 
-    As `regard_cache` does: these layers store few tokens.
+    As in `regard_cache`, whatever the codec or the float type of the cache: these layers store few tokens.
     """
-    return storage.is_coded and a is not None and a.pattern.is_local and model.has_local_and_full
+    return a is not None and a.pattern.is_local and model.has_local_and_full
 
 
 def stored_bytes(a: Attention, context: int, storage: Storage, item: int, *, is_plain: bool = False) -> int:
@@ -115,8 +118,8 @@ def stored_bytes(a: Attention, context: int, storage: Storage, item: int, *, is_
 
     Args:
         context: tokens that the layer has seen; a window stores fewer.
-        item: bytes of an element that stays plain.
-        is_plain: whether a codec leaves the layer as it is; see `stays_plain`.
+        item: bytes of an element of the model's type.
+        is_plain: whether the layer keeps the model's type; see `stays_plain`.
     """
     if a.shares_cache or not (a.pattern.causal or a.is_cross):
         return 0
@@ -124,10 +127,8 @@ def stored_bytes(a: Attention, context: int, storage: Storage, item: int, *, is_
         return context * a.cached * item
     tokens = a.pattern.stored(context)
     free = 0 if storage.page is None else -tokens % storage.page  # of the last page
-    if not storage.is_coded:
-        return (tokens + free) * a.cached * ITEMS[storage.kind]
-    if is_plain:
-        return (tokens + free) * a.cached * item
+    if is_plain or not storage.is_coded:
+        return (tokens + free) * a.cached * (item if is_plain else ITEMS[storage.kind])
     plain, coded = split_tokens(tokens, storage)
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
     codes = sum(coded_bytes(coded, dim, storage, is_key=is_key) for dim, is_key in dims)
@@ -169,7 +170,7 @@ def cache_bytes(
     storage = storage or Storage(dtype)
     item, source = ITEMS[dtype], model.source_length(context)
     each = (
-        stored_bytes(a, source if a.is_cross else context, storage, item, is_plain=stays_plain(model, a, storage))
+        stored_bytes(a, source if a.is_cross else context, storage, item, is_plain=stays_plain(model, a))
         for layer in model.layers
         for a in layer.attentions
     )
@@ -196,12 +197,12 @@ def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bflo
     """
     storage = storage or Storage(dtype)
     growing = [a for x in model.layers for a in x.attentions if a.pattern.causal and not a.shares_cache]
+    return sum(a.cached * ITEMS[dtype] if stays_plain(model, a) else _stored_token(a, storage) for a in growing)
+
+
+def _stored_token(a: Attention, storage: Storage) -> int:
     if not storage.is_coded:
-        return sum(a.cached for a in growing) * ITEMS[storage.kind]
-    return sum(a.cached * ITEMS[dtype] if stays_plain(model, a, storage) else _coded_token(a, storage) for a in growing)
-
-
-def _coded_token(a: Attention, storage: Storage) -> int:
+        return a.cached * ITEMS[storage.kind]
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
     group = sum(coded_bytes(storage.group, dim, storage, is_key=is_key) for dim, is_key in dims)
     return group * (1 if a.latent else a.kv_heads) // storage.group

@@ -113,7 +113,7 @@ def forward(model: Model, call: Call) -> Parts:
     parts, source = Parts(), model.source_length(call.source)
     plain = replace(call, storage=None)
     for layer, count in model.counted_layers.items():
-        own = plain if call.storage and stays_plain(model, layer.attention, call.storage) else call
+        own = plain if stays_plain(model, layer.attention) else call
         parts += _layer(layer, model.d_model, own, call.queries, source) * count
     if call.runs_encoder:
         for layer, count in model.counted_encoder.items():

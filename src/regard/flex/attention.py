@@ -12,6 +12,7 @@ from regard.describe.mask import CallSizes, Mask
 from regard.flex.call import Result, compute
 from regard.flex.check import check_call
 from regard.flex.compiled import compute_compiled
+from regard.flex.outside_derivatives import outside_derivatives
 from regard.flex.read_block_mask import mask_of_block_mask
 from regard.flex.trace import Mod
 from regard.torch_internals import skip_frames
@@ -34,8 +35,9 @@ def flex_attention(
 
     `score_mod` and `mask_mod` are traced (`trace.py`): a softcap, a bias by distance (ALiBi, relative tables), a bias
     from a table, a factor per head or per query and any mask run on the native kernels. A `score_mod` of another form
-    is computed by the backend `reference`, tile by tile, with gradients for the tensors that it captures. Tensors that
-    are not on the CPU go to torch's own function.
+    is computed by the backend `reference`, tile by tile, with gradients for the tensors that it captures. Inside
+    `torch.func`, or where it captures tensors with tangents, torch's operators compute it, with all scores in memory.
+    Tensors that are not on the CPU go to torch's own function.
 
     Args:
         query: [batch, heads, queries, qk_dim].
@@ -93,7 +95,8 @@ def _compute(
     mask: Mask | bool = True
     if block_mask is not None:
         sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], 0)
-        mask = mask_of_block_mask(block_mask, sizes, query.device)
+        with outside_derivatives():
+            mask = mask_of_block_mask(block_mask, sizes, query.device)
     return compute(query, key, value, score_mod, mask, scale, wants_max)
 
 

@@ -14,6 +14,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.flex.layout import block_layout
 from regard.flex.mod_mask import is_opaque, mask_of_mod
+from regard.flex.outside_derivatives import outside_derivatives
 from regard.flex.read_block_mask import mark_as_following, remember
 from regard.flex.trace import Mod
 from regard.torch_internals import skip_frames
@@ -72,7 +73,8 @@ def create_block_mask(
         if compiling:
             mark_as_following(made)
         return made
-    return _create(mask_mod, CallSizes(batch, heads, queries, keys, 0), place, block, separate_full_blocks)
+    with outside_derivatives():
+        return _create(mask_mod, CallSizes(batch, heads, queries, keys, 0), place, block, separate_full_blocks)
 
 
 def _create(

@@ -12,6 +12,7 @@ from regard.attention import attend_state
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import And, CallSizes, Mask
 from regard.describe.score_function import ScoreFunction
+from regard.describe.tensors import has_tangent
 from regard.describe.term import Term, evaluate
 from regard.flex.every_pair import attend_every_pair, max_scores
 from regard.flex.mod_mask import as_mask
@@ -27,6 +28,7 @@ from regard.flex.score import (
 )
 from regard.flex.trace import Mod, element_by_element, is_traced, trace
 from regard.state import State
+from regard.torch_internals import current_func_transform
 from regard.wide import wide_of
 
 MOST_BIAS = 1 << 24
@@ -94,10 +96,14 @@ def laid_out_as(query: Tensor, out: Tensor) -> Tensor:
 
 def _modified_state(call: _Call, score_mod: Mod, sizes: CallSizes) -> State:
     """The state of a call with its `score_mod`."""
-    wide = wide_of(call.q.dtype)
+    wide, every_pair = wide_of(call.q.dtype), (call.q, call.k, call.v, score_mod, call.mask, call.scale)
+    if current_func_transform() is not None:  # it hides from `trace` what the function reads
+        return attend_every_pair(*every_pair)
     traced = trace(score_mod, "bhqk", call.q.device, torch.zeros((), dtype=wide, device="cpu"))
     if traced.term is None and is_traced(call.q):  # a function passes through no operator
-        return attend_every_pair(call.q, call.k, call.v, score_mod, call.mask, call.scale)
+        return attend_every_pair(*every_pair)
+    if any(map(has_tangent, traced.captured)):  # which a term would lose
+        return attend_every_pair(*every_pair)
     if traced.term is None:
         bias = ScoreFunction(partial(element_by_element, score_mod), traced.captured)
         return _state(call._replace(bias=bias))

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.describe.mask import Positions, as_tensors
 from regard.describe.term import Captured, Constant, Op, Term, Variable
+from regard.errors import ProblemError
 from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor
 
 Mod = Callable[..., Tensor]
@@ -90,6 +91,9 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
     Args:
         names: one letter per position, "bhqk".
         score: a tensor of one element, of the type that scores have.
+
+    Raises:
+        ProblemError: the function reads a tensor without elements, on the meta device.
     """
     zeros = {name: torch.zeros((), dtype=torch.int64, device=device) for name in names}
     arguments = (
@@ -100,6 +104,7 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
     recorder = _Recorder(arguments)
     with torch.enable_grad(), recorder, IndexByTensor():
         result = mod(*arguments.values())
+    _check_captured(recorder, "mask_mod" if score is None else "score_mod", device)
     captured = tuple(tensor for tensor, _ in recorder.captured.values())
     if recorder.is_read or not isinstance(cast(object, result), Tensor):
         return Traced(None, frozenset(arguments), captured)
@@ -108,6 +113,15 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
     if value.term is None or value.term.size > MOST_NODES or result.ndim or _has_own_gradient(result, captured):
         return Traced(None, value.uses, captured, result.dtype)
     return Traced(value.term, value.uses, captured, result.dtype)
+
+
+def _check_captured(recorder: "_Recorder", name: str, device: torch.device) -> None:
+    empty = next((t for t, _ in recorder.captured.values() if t.is_meta), None)
+    if empty is not None and device.type != "meta":
+        raise ProblemError(
+            f"the {name} reads a tensor {list(empty.shape)} on the meta device, which has no elements: make it on "
+            f"{device}."
+        )
 
 
 class IndexByTensor(TorchFunctionMode):
@@ -146,6 +160,8 @@ class _Recorder(DispatchMode):
             return self.known[id(tensor)][1]
         if id(tensor) in self.captured:
             return self.captured[id(tensor)][1]
+        if tensor.is_meta and id(tensor) in self.made:  # forward mode tries operators on such tensors
+            return _Value(None, frozenset())
         made = None if tensor.ndim else self._made_value(tensor)
         if made is not None:
             return _Value(Constant(made, str(tensor.dtype).removeprefix("torch.")), frozenset())

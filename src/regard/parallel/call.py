@@ -20,6 +20,7 @@ from regard.describe.tensors import elements
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RefusalError, RegardError
 from regard.lru_cache import LRUCache
+from regard.parallel.derivatives import check_tangents, check_untransformed
 from regard.parallel.digest import digest
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
@@ -98,16 +99,18 @@ def pose(groups: Sequence[Ranks], a: Arguments, place: Place) -> tuple[ShardedCa
 
     Raises:
         ProblemError: an argument is wrong, or ranks have different ones; on all ranks if the form of the call is new.
+        RefusalError: derivatives of other kinds than `backward`, or an argument that works on one rank only.
         RankError: a rank does not make the call.
     """
     try:
         check_unobserved(groups[0].function)
-        checked = _checked(place, a)
+        check_untransformed(groups[0].function)
+        a, sizes, call = _checked(place, a)
+        check_tangents(groups[0].function, (a.q, a.k, a.v, *call.formula.tensors()))
     except RegardError as error:
         for ranks in groups:
             ranks.refuse(str(error))
         raise
-    a, sizes, call = checked
     form = (groups[0].function, _form(a, sizes), call.queries.digest, call.keys.digest)
     for ranks in groups:
         ranks.agree(form, lambda: _describe(a, sizes, call))

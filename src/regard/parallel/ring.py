@@ -20,6 +20,7 @@ from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
 from regard.errors import RefusalError
 from regard.parallel.call import Arguments, Place, ShardedCall, pose
+from regard.parallel.derivatives import no_tangents
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
 from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_state, gradients_of, state_of
@@ -75,7 +76,7 @@ def ring_attend(
 
     Raises:
         ProblemError: an argument is wrong, or ranks call with different arguments.
-        RefusalError: no backend can run it.
+        RefusalError: no backend can run it; inside of `torch.func`, or with tensors that have tangents.
         RankError: another rank ended, or does not answer within the timeout; it names the rank.
 
     >>> import torch, torch.distributed as dist
@@ -171,6 +172,10 @@ class _Gradient(torch.autograd.Function):
         learned = zip(found.more, more, wanted, strict=True)
         own = (torch.zeros_like(t) if grad is None and is_wanted else grad for grad, t, is_wanted in learned)
         return *(grad.to(t.dtype) for grad, t in zip(found[:3], (q, k, v), strict=True)), *own
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise no_tangents("the backward pass of attention over ranks")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

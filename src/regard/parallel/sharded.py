@@ -22,6 +22,7 @@ from regard.describe.suggestions import suggest_keywords
 from regard.dispatch.choose import check_backend
 from regard.errors import ProblemError, RegardError
 from regard.parallel.call import Place, check_layout, first_position, form_of, name_of, text_of
+from regard.parallel.derivatives import check_tangents, check_untransformed
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
@@ -166,6 +167,7 @@ def _bound(
     """The formula bound to the sequence, and the position of the first query."""
     f = formula
     check_unobserved(ranks.function)
+    check_untransformed(ranks.function)
     check_specs(f.mask, f.bias, f.score)
     check_numbers(f.scale, f.softcap, f.dropout)
     check_backend(f.backend)
@@ -179,6 +181,7 @@ def _bound(
             f"{ranks.function} is for inference, and a tensor requires a gradient: run under torch.no_grad(), or train "
             "with ring_attend."
         )
+    check_tangents(ranks.function, learned)
     first = first_position(offset, tokens - q.shape[2])
     sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], tokens, first)
     mask = None if f.mask is None else bound_to(f.mask, sizes)

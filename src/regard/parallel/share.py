@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.mask import Ints
+from regard.parallel.derivatives import no_tangents
 from regard.parallel.layout import Layout, even_parts
 from regard.parallel.ranks import Ranks
 from regard.wide import wide_of
@@ -156,6 +157,10 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, None, *cast("tuple[Tensor, ...]", Exchange.apply(*ctx.back, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise no_tangents("the backward pass of attention over ranks")
 
 
 def _exchange(ranks: Ranks, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:

@@ -1,14 +1,19 @@
 """Measures say what they were given, what they expected and what to do, where that makes no sense."""
 
+import inspect
+
 import pytest
 import torch
 
-from regard import Causal
+from regard import Causal, attend
 from regard.errors import ProblemError
+from regard.inspect import measures, observe
 from regard.inspect.measures import (
     Inputs,
     best,
+    compute,
     duplicate,
+    entropy,
     evenness,
     induction,
     induction_scan,
@@ -103,3 +108,64 @@ def outputs_of(heads):
 def test_what_makes_no_sense_is_refused(measure, message):
     with pytest.raises(ProblemError, match=message):
         measure(Weights.of(drawn()))
+
+
+OF_WEIGHTS = ("alpha", "offset_scan", "offset_score", "previous_token", "sink")
+OF_INPUTS = (
+    "distance_profile", "effective_tokens", "entropy", "evenness", "inverse_squares", "largest_column",
+    "largest_weight", "local_mass", "mean_distance", "positional", "rare_word", "rarest_hits", "sink_output",
+    "value_weighted",
+)  # fmt: skip
+
+
+def refusal(measure, *arguments, **named):
+    """What the `ProblemError` says."""
+    with pytest.raises(ProblemError) as error:
+        measure(*arguments, **named)
+    return str(error.value)
+
+
+def test_all_measures_of_one_call_are_tested():
+    ids = torch.ones(2, 29).long()
+    more = {"induction": (ids,), "duplicate": (ids,), "induction_scan": (ids,), "syntactic": ([(0, 1, 0)],)}
+    first = {name: next(iter(inspect.signature(getattr(measures, name)).parameters), "") for name in FUNCTIONS}
+    assert {name for name, parameter in first.items() if parameter == "inputs"} == set(OF_INPUTS)
+    assert {name for name, parameter in first.items() if parameter == "weights"} == {*OF_WEIGHTS, *more}
+    for name, arguments in more.items():
+        assert "inputs.weights" in refusal(getattr(measures, name), Inputs(Weights.of(drawn())), *arguments)
+
+
+FUNCTIONS = [name for name in measures.__all__ if inspect.isfunction(getattr(measures, name)) and name != "split_heads"]
+
+
+@pytest.mark.parametrize("name", OF_INPUTS)
+def test_a_measure_of_inputs_says_how_to_make_them(name):
+    measure, weights = getattr(measures, name), Weights.of(drawn())
+    asked = f"inputs is {weights!r}: expected Inputs. Write {name}(Inputs(weights))."
+    assert refusal(measure, weights) == refusal(measure, inputs=weights) == asked
+    assert refusal(measure, torch.rand(2, 6, 29, 29)) == (
+        f"inputs is float32 [2, 6, 29, 29]: expected Inputs. Write {name}(Inputs(calls[0].weights)), of the calls that "
+        "`regard.inspect.observe` collects."
+    )
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_a_measure_of_weights_says_where_they_are(name):
+    measure, inputs = getattr(measures, name), Inputs(Weights.of(drawn()))
+    asked = f"weights is Inputs: expected Weights. Write {name}(inputs.weights)."
+    assert refusal(measure, inputs) == refusal(measure, weights=inputs) == asked
+    assert f"Write {name}(calls[0].weights), of the calls" in refusal(measure, torch.rand(2, 6, 29, 29))
+
+
+def test_calls_and_lists_are_no_weights():
+    q = torch.rand(2, 3, 29, 7)
+    with observe() as calls:
+        attend(q, q, q)
+    assert refusal(entropy, calls[0]) == (
+        "inputs is RecordedCall: expected Inputs. Write entropy(Inputs(call.weights))."
+    )
+    assert "calls is Inputs: expected Weights. Write retrieval(inputs.weights)" in refusal(
+        retrieval, Inputs(calls[0].weights), torch.ones(2, 30).long(), torch.ones(2, 30) > 0, 5
+    )
+    assert "weights is RecordedCall: expected Weights. Write Inputs(call.weights)" in refusal(Inputs, calls[0])
+    assert "Write compute(Inputs(weights))" in refusal(compute, [], calls[0].weights)

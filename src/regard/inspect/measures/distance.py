@@ -9,6 +9,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.means import check_distances, looks_ahead, mean_over_rows, selected_rows
 from regard.inspect.measures.measure import Inputs
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 
 NEAR = 8
@@ -30,6 +31,7 @@ class Profile:
     chance: Tensor
 
 
+@checked
 def distance_profile(inputs: Inputs) -> Profile:
     """The mean mass by distance d = |p_i - j|, in bins 0, 1, 2-3, 4-7, 8-15 ...
 
@@ -63,6 +65,7 @@ def distance_profile(inputs: Inputs) -> Profile:
     return Profile((0, *(2**b for b in range(bins - 1))), value, chance)
 
 
+@checked
 def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
     """The mean mass on keys nearer than `width` tokens: mean over rows of sum_{j : |p_i - j| < width} A[i, j].
 
@@ -89,6 +92,7 @@ def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
     return mean_over_rows(inputs.weights, value, chance, inputs.rows)
 
 
+@checked
 def mean_distance(inputs: Inputs) -> HeadScores:
     """The mean distance of a head's attention, in tokens: mean over rows of  sum_j A[i, j] (p_i - j) / sum_j A[i, j].
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, kept, scaled_queries, summed, weighed
 from regard.inspect.measures.means import Tokens, check_positions, one_in, selected_rows, tokens_of
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -112,6 +113,7 @@ SHIFTS = tuple(range(9))
 """The shifts of a scan: 0 is the earlier occurrence itself, 1 the token after it, and up to the eighth after it."""
 
 
+@checked
 def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | None = None) -> HeadScores:
     """Prefix matching: the mass on tokens that followed an earlier occurrence of the current one.
 
@@ -146,6 +148,7 @@ def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | N
     return induction_scan(weights, tokens, (shift,), rows)[shift]
 
 
+@checked
 def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> HeadScores:
     """The mass on earlier occurrences of the same token: `induction` at shift 0.
 
@@ -162,6 +165,7 @@ def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> H
     return induction(weights, tokens, 0, rows)
 
 
+@checked
 def induction_scan(
     weights: Weights, tokens: Tokens, shifts: Sequence[int] = SHIFTS, rows: Tensor | None = None
 ) -> dict[int, HeadScores]:

@@ -22,6 +22,7 @@ from regard.inspect.measures.induction import SHIFTS, induction_scan
 from regard.inspect.measures.means import Tokens, tokens_of, uniform
 from regard.inspect.measures.offset import OFFSETS, offset_scan
 from regard.inspect.measures.pattern import Pattern, pattern_mass
+from regard.inspect.measures.received import check_received
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
@@ -76,6 +77,9 @@ class Inputs:
     circuit: Circuit | None = None
     vocabulary: Vocabulary | None = None
     picture: int | None = None
+
+    def __post_init__(self) -> None:
+        check_received(self.weights, Weights, "Inputs", "weights")
 
     @cached_property
     def ids(self) -> Tensor:
@@ -223,7 +227,12 @@ class Measure:
 
 
 def compute(measures: Iterable[Measure], inputs: Inputs) -> dict[str, HeadScores]:
-    """The scores of several measures on one call, by their keys."""
+    """The scores of several measures on one call, by their keys.
+
+    Raises:
+        ProblemError: `inputs` are no `Inputs`, or an error of a measure.
+    """
+    check_received(inputs, Inputs, "compute", "inputs")
     return {measure.key: measure.compute(inputs) for measure in measures}
 
 

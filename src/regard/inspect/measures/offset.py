@@ -8,6 +8,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, scaled_queries, weighed
 from regard.inspect.measures.means import check_distances, one_in, selected_rows
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -22,6 +23,7 @@ SPAN = 32
 """The span of offsets that share a block: offsets further apart have bands of their own."""
 
 
+@checked
 def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) -> HeadScores:
     """The mean weight that a token gives to the one `offset` before it.
 
@@ -45,6 +47,7 @@ def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) 
     return offset_scan(weights, (offset,), rows)[offset]
 
 
+@checked
 def previous_token(weights: Weights, rows: Tensor | None = None) -> HeadScores:
     """The mean of A[i, p_i - 1]: `offset_score` at offset 1.
 
@@ -57,6 +60,7 @@ def previous_token(weights: Weights, rows: Tensor | None = None) -> HeadScores:
     return offset_score(weights, 1, rows)
 
 
+@checked
 def offset_scan(
     weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor | None = None
 ) -> dict[int, HeadScores]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.means import check_positions, one_in, selected_rows
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -17,6 +18,7 @@ AT_ONCE = 2**20
 """Weights computed at a time, of all heads: 4 MiB of float32."""
 
 
+@checked
 def pattern_mass(weights: Weights, tokens: Tensor, pattern: Pattern, rows: Tensor | None = None) -> HeadScores:
     """The mean over the rows that have a pair of sum_j A[i, j] over their pairs; see `Measure.of_pattern`.
 

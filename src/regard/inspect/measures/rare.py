@@ -6,6 +6,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.measures.means import Tokens, mean_over_rows, per_key, selected_rows, token_ids, uniform
 from regard.inspect.measures.measure import Inputs, required
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -38,6 +39,7 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
     return (counts.sum() / counts).log()[ids].float()
 
 
+@checked
 def rare_word(inputs: Inputs) -> HeadScores:
     """The mean surprisal of the attended tokens, less that of the visible ones, in nats.
 
@@ -58,6 +60,7 @@ def rare_word(inputs: Inputs) -> HeadScores:
     return mean_over_rows(inputs.weights, value, torch.zeros_like(even), inputs.rows)
 
 
+@checked
 def rarest_hits(inputs: Inputs, among: int = 1) -> HeadScores:
     """The share of rows whose largest weight is on one of the rarest tokens that they see.
 

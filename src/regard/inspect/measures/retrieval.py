@@ -1,6 +1,6 @@
 """Retrieval heads: heads that attend to a token of a long context at the step that copies it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import rows_at_once, whole_rows
 from regard.inspect.measures.means import Tokens, check_positions, token_ids
+from regard.inspect.measures.received import check_received
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -45,7 +46,7 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     >>> retrieval(weights, tokens, needle, since=4).value  # row 3 generated the 7 and looked at it, row 4 the 8
     tensor([[1.]])
     """
-    calls = [calls] if isinstance(calls, Weights) else list(calls)
+    calls = list(calls) if isinstance(calls, Iterable) else [calls]
     tokens, needle = token_ids(tokens), torch.as_tensor(needle)
     _check(calls, tokens, needle)
     batch, heads = calls[0].shape[:2]
@@ -83,6 +84,7 @@ def _check(calls: list[Weights], tokens: Tensor, needle: Tensor) -> None:
     if not calls:
         raise ProblemError("calls is empty: pass the weights of the layer, of one call or of every step.")
     for call in calls:
+        check_received(call, Weights, "retrieval", "calls")
         check_positions(call, "retrieval")
     batch, keys = calls[0].shape[0], max(call.shape[3] for call in calls)
     if tokens.shape != needle.shape or tokens.shape[0] != batch or tokens.shape[1] < keys or needle.dtype != torch.bool:

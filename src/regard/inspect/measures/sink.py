@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.means import check_positions, key_of, one_in, selected_rows
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -18,6 +19,7 @@ Token = int | Tensor | None
 """The position of a token, of all sequences or int64 [batch]; None: the first token of each, `first_tokens`."""
 
 
+@checked
 def sink(weights: Weights, token: Token = None, rows: Tensor | None = None) -> HeadScores:
     """The mean mass that later rows put on one token: mean of A[i, token] over rows with p_i > token.
 
@@ -45,6 +47,7 @@ def sink(weights: Weights, token: Token = None, rows: Tensor | None = None) -> H
     return HeadScores.of_rows(column.mass, column.even, selected_rows(weights, rows) & column.later)
 
 
+@checked
 def alpha(weights: Weights, token: Token = None, rows: Tensor | None = None) -> HeadScores:
     """The sink score of each head: alpha_k = 1 / (n - k) sum_{i >= k} A[i, k], the row of token k with them.
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from regard.inspect.measures.means import check_positions, mean_over_rows, one_in, selected_rows
 from regard.inspect.measures.measure import Inputs
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
 
+@checked
 def entropy(inputs: Inputs) -> HeadScores:
     """The mean over rows of H_i = -sum_j A[i, j] ln A[i, j], nats.
 
@@ -27,6 +29,7 @@ def entropy(inputs: Inputs) -> HeadScores:
     return mean_over_rows(inputs.weights, values, _visible(inputs, values).clamp(min=1).log(), inputs.rows)
 
 
+@checked
 def effective_tokens(inputs: Inputs) -> HeadScores:
     """The mean over rows of exp(H_i), the perplexity: the number of tokens in a uniform row of the same entropy.
 
@@ -42,6 +45,7 @@ def effective_tokens(inputs: Inputs) -> HeadScores:
     return mean_over_rows(inputs.weights, values.exp(), _visible(inputs, values), inputs.rows)
 
 
+@checked
 def inverse_squares(inputs: Inputs) -> HeadScores:
     """The inverse participation ratio: the mean of 1 / sum_j A[i, j]^2, with a learned sink as one of the outcomes.
 
@@ -58,6 +62,7 @@ def inverse_squares(inputs: Inputs) -> HeadScores:
     return mean_over_rows(inputs.weights, values, _visible(inputs, squares), inputs.rows)
 
 
+@checked
 def evenness(inputs: Inputs) -> HeadScores:
     """Entropy as a share of its maximum: the mean of H_i / ln n_i over rows that see n_i >= 2 keys.
 
@@ -76,6 +81,7 @@ def evenness(inputs: Inputs) -> HeadScores:
     return HeadScores.of_rows(values / most, torch.ones_like(most), counted)
 
 
+@checked
 def largest_weight(inputs: Inputs) -> HeadScores:
     """The confidence of a head: the mean over rows of max_j A[i, j].
 
@@ -91,6 +97,7 @@ def largest_weight(inputs: Inputs) -> HeadScores:
     return mean_over_rows(inputs.weights, inputs.swept.top, one_in(inputs.weights), inputs.rows)
 
 
+@checked
 def positional(inputs: Inputs) -> HeadScores:
     """The share of rows whose largest weight is at the most frequent distance, which is `at`.
 
@@ -123,6 +130,7 @@ def positional(inputs: Inputs) -> HeadScores:
     return replace(share, at=offset)
 
 
+@checked
 def largest_column(inputs: Inputs) -> HeadScores:
     """The share of all mass that one key receives: max_j c_j / sum_j c_j with c_j = sum_i A[i, j]; `at` is that key.
 

@@ -10,6 +10,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.blocks import rows_at_once, whole_rows
 from regard.inspect.measures.means import check_positions
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
@@ -44,6 +45,7 @@ class Syntactic:
         return self.accuracy.mean() >= self.baseline + MARGIN
 
 
+@checked
 def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) -> Syntactic:
     """How often each head attends along the pairs of a relation, such as from a verb to its subject.
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.measures.means import check_positions, selected_rows, uniform
 from regard.inspect.measures.measure import Inputs, required
+from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.sink import Token, column_of
 from regard.inspect.sweep import sweep
@@ -31,6 +32,7 @@ def value_norms(v: Tensor) -> Tensor:
     return norms / norms.mean(-1, keepdim=True)
 
 
+@checked
 def first_value(inputs: Inputs) -> HeadScores:
     """The norm of the first token's value in each query head, relative to the mean token: `value_norms` at key 0.
 
@@ -81,6 +83,7 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
     return weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
 
 
+@checked
 def value_weighted(inputs: Inputs, token: Token = None) -> HeadScores:
     """The share of a token in the output of a head, by norms of weight times value: sinks are small by this measure.
 
@@ -107,6 +110,7 @@ def value_weighted(inputs: Inputs, token: Token = None) -> HeadScores:
     return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & column.later)
 
 
+@checked
 def sink_output(inputs: Inputs, token: Token = None) -> HeadScores:
     """A token's contribution relative to the output of the head: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
 

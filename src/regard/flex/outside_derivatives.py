@@ -1,0 +1,33 @@
+"""Masks inside `torch.func.grad`, `jvp` and other derivatives: read as outside of them, for a mask has no derivative.
+
+Inside, every operator returns a wrapper of its result, and the function of a mask and what records its operators would
+see different tensors.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from regard.errors import RefusalError
+from regard.torch_internals import ignore_func_transforms, in_func_derivative
+
+
+@contextmanager
+def outside_derivatives() -> Generator[None]:
+    """A context in which the `mask_mod` of a `BlockMask` is read.
+
+    Raises:
+        RefusalError: it reads a tensor that `torch.vmap` maps over, around the derivative.
+    """
+    if not in_func_derivative():
+        yield
+        return
+    try:
+        with ignore_func_transforms():
+            yield
+    except NotImplementedError as error:
+        if "BatchedTensor" not in str(error):
+            raise
+        raise RefusalError(
+            "a mask_mod reads a tensor that torch.vmap maps over, inside of a derivative: a mask is read once for all "
+            "that vmap maps over. Make what it reads outside of vmap, and what vmap would map over batch rows."
+        ) from error
