@@ -429,7 +429,8 @@ def test_the_alibi_that_the_refusal_of_falcon_names_gives_its_attention(heads: i
     falcon = FalconForCausalLM(config).eval()
     with pytest.raises(ProblemError, match=r"in Falcon with slopes=regard.Alibi\(heads\).slope_per_head\(\) \*"):
         use_regard(falcon)
-    layer, found = falcon.transformer.h[0].self_attention, dict[str, Tensor]()
+    layer: Any = falcon.transformer.h[0].self_attention
+    found: dict[str, Tensor] = {}
     layer.query_key_value.register_forward_hook(lambda _, args, out: found.update(qkv=out))
     layer.dense.register_forward_pre_hook(lambda _, args: found.update(out=args[0]))
     with torch.no_grad():

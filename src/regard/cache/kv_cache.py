@@ -439,8 +439,9 @@ def _own_copy(store: S, memo: "dict[int, Any] | None" = None) -> S:
     Raises:
         ProblemError: elements have tangents, which torch leaves out of deep copies of tensors.
     """
-    is_copied = store is not None and not isinstance(store, PagedStore)  # whose copies share pages
-    if in_forward_mode() and is_copied and any(has_tangent(p.data) for ps in _append_zeros(store, 0) for p in ps):
+    if store is None or isinstance(store, PagedStore):  # whose copies share pages
+        return copy.deepcopy(store, memo)
+    if in_forward_mode() and any(has_tangent(p.data) for parts in _append_zeros(store, 0) for p in parts):
         raise ProblemError(
             "a cache of keys or values with tangents (forward-mode derivatives) was copied, and the copy would lose "
             "the tangents: append the same tokens to a second cache, or use Paged(), whose copies share pages."
