@@ -70,10 +70,11 @@ def regard_cache(
         layout: how tokens are stored: `Contiguous` (None), `Rolling`, `Paged`. `Contiguous(capacity=n)` without a codec
             has fixed shapes, as `torch.compile` needs them. `Rolling(window)` uses the model's `Rope`.
         codec: how elements are stored: `Int8`, `Int4`, `Fp8` or a float dtype; None: as they come.
-        evict: an eviction policy (`regard.cache.evict`). H2O, TOVA, SnapKV and ExpectedAttention ignore a softcap.
-            Each layer evicts as soon as its attention has read a prompt, or a chunk of one, so that one layer at a time
-            holds it whole. `ExpectedAttention` uses the model's `Rope`,
-            if there is one. A list has one policy for each layer, None for layers that keep all, for layers with a
+        evict: an eviction policy (`regard.cache.evict`). H2O, TOVA, SnapKV and ExpectedAttention ignore a softcap
+            and a learned sink: they count how the keys share the weight that it leaves. Each layer evicts as soon as
+            its attention has read a prompt, or a chunk of one, so that one layer at a time holds it whole.
+            `ExpectedAttention` uses the model's `Rope`, if there is one.
+            A list has one policy for each layer, None for layers that keep all, for layers with a
             sliding window, which keep that, and for cross-attention.
         offload: whether layers wait in the memory of the CPU while others compute on a GPU.
 

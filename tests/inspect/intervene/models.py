@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AlbertConfig, AlbertModel
 
-from regard import Causal, attend
+from regard import Causal, KeyLengths, attend
 from regard.nn import Decoder
 
 HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 3, 8
@@ -111,3 +111,31 @@ def albert(layers=3) -> Any:
 
 def texts(batch=5, tokens=11):
     return torch.randint(19, (batch, tokens))
+
+
+class HidingLayer(nn.Module):
+    """Queries see `keys` tokens, and the values of the others are `value`."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.q, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.keys = keys
+
+    def forward(self, x, value):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (self.q(x), x, self.v(x)))
+        v = torch.cat([v[:, :, : self.keys], torch.full_like(v[:, :, self.keys :], value)], 2)
+        out = attend(q, k, v, mask=KeyLengths(torch.tensor([self.keys])))
+        return out.transpose(1, 2).flatten(2)
+
+
+class Hiding(nn.Module):
+    """Two layers that hide the last tokens."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.layers = nn.ModuleList([HidingLayer(keys), HidingLayer(keys)])
+
+    def forward(self, x, value):
+        for layer in self.layers:
+            x = layer(x, value)
+        return x

@@ -13,7 +13,7 @@ from regard.inspect.weights.lazy import Weights
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, MultiHeadAttention
 from tests.inspect.intervene.memory import Largest, small_tiles
-from tests.inspect.intervene.models import Checkpointed, Layer, Stack, decoder, stack_input, texts
+from tests.inspect.intervene.models import Checkpointed, Hiding, Layer, Stack, decoder, stack_input, texts
 from tests.integrate import zoo
 
 
@@ -133,3 +133,10 @@ def test_a_layer_that_attends_more_than_once_is_refused():
     model.layers[0] = Twice(sink=False).double()
     with pytest.raises(ProblemError, match=message):
         gradient_attention(model, lambda: model(x)[:, -1, 3], [-1])
+
+
+def test_hidden_values_that_are_nan_do_not_count():
+    model, x = Hiding(4), torch.randn(1, 6, 8)
+    clean = gradient_attention(model, lambda: model(x, 0.0)[:, 3, 0], [3]).values
+    found = gradient_attention(model, lambda: model(x, torch.nan)[:, 3, 0], [3]).values
+    assert torch.equal(found, clean)

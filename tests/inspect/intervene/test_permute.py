@@ -7,7 +7,7 @@ from regard import attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.permute import permuted, shuffle_weights
 from regard.inspect.intervene.rows import observe_rows
-from tests.inspect.intervene.models import Stack, decoder, stack_input, texts
+from tests.inspect.intervene.models import Hiding, Stack, decoder, stack_input, texts
 
 
 def test_rows_keep_their_weights_and_what_they_may_see():
@@ -53,3 +53,11 @@ def test_the_median_is_over_shuffles():
 def test_draws_there_must_be():
     with pytest.raises(ProblemError, match="draws is 0"):
         permuted(None, lambda: torch.ones(1, 2), [(0, 0)], draws=0)
+
+
+def test_hidden_values_that_are_nan_move_nothing():
+    model, x = Hiding(4), torch.randn(1, 6, 8)
+    found, clean = (
+        permuted(model, lambda v=v: model(x, v)[:, 3], [(0, 0), (1, 1)], [3], draws=9).median for v in (torch.nan, 0.0)
+    )
+    assert torch.equal(found, clean)

@@ -12,7 +12,7 @@ from regard.inspect.intervene.value_zeroing import value_zeroing
 from regard.inspect.observing.observe import observe
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, MultiHeadAttention
-from tests.inspect.intervene.models import DRAWN, Stack, albert, decoder, dropping, stack_input, texts
+from tests.inspect.intervene.models import DRAWN, Hiding, Stack, albert, decoder, dropping, stack_input, texts
 from tests.integrate import zoo
 
 
@@ -185,3 +185,12 @@ def test_nothing_stays_on_the_model():
     value_zeroing(model, lambda: model(ids), 0, [3])
     assert torch.equal(model(ids), before)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_hidden_values_that_are_nan_do_not_count():
+    model, x = Hiding(4), torch.randn(1, 6, 8)
+    found, clean = (
+        value_zeroing(model, lambda v=v: model(x, v), 0, [0, 5], module="layers.0").distances for v in (torch.nan, 0.0)
+    )
+    assert torch.equal(found, clean)
+    assert found[:, 1].abs().max() < 1e-12 < found[:, 0].max()  # no query sees token 5

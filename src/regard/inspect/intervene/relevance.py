@@ -238,6 +238,7 @@ def _weighted_by_gradient(v: Tensor, gradient: Tensor) -> Callable[[Tile], Tenso
         # the rows of all heads that share a value head are the rows of one product
         d_out = gradient[:, :, tile.rows].to(tile.weights.dtype).reshape(batch, kv_heads, -1, v_dim)
         d_weights = (d_out @ own.mT).view(batch, heads, rows, keys)
+        d_weights.masked_fill_(tile.weights == 0, 0.0)  # a hidden value may be NaN
         return d_weights.mul_(tile.weights).clamp_(min=0).mean(1)
 
     return matrix

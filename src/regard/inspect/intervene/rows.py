@@ -117,7 +117,8 @@ def with_rows(subject: Baseline, other: Mapping[Site, Tensor]) -> Generator[None
         heads = torch.tensor(subject.own[site].heads, device=call.out.device)
         rows = torch.tensor(subject.rows, device=call.out.device)
         v = call.v[:, heads // (call.out.shape[1] // call.v.shape[1])]  # [batch, chosen heads, keys, v_dim]
-        new = other[site][..., :-1] @ v.to(other[site].dtype)
+        seen = subject.own[site].allowed[..., :-1].any(2)  # [batch, chosen heads, keys]; other values may be NaN
+        new = other[site][..., :-1] @ v.masked_fill(~seen[..., None], 0.0).to(other[site].dtype)
         batch = torch.arange(call.out.shape[0], device=call.out.device)[:, None, None]
         return call.out.index_put((batch, heads[None, :, None], rows[None, None]), new.to(call.out.dtype))
 

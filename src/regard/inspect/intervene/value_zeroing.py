@@ -112,7 +112,9 @@ def _without(token: int) -> Callable[[Call], Tensor]:
         rows = torch.arange(call.out.shape[2], device=call.out.device)
         column = Weights.of(call).pairs(rows, torch.full_like(rows, token))  # [batch, heads, queries]
         value = call.v[:, :, token].repeat_interleave(call.out.shape[1] // call.v.shape[1], dim=1)
-        return (call.out - column[..., None] * value[:, :, None]).to(call.out.dtype)
+        column = column[..., None]
+        part = torch.where(column == 0, 0.0, column * value[:, :, None])  # a hidden value may be NaN
+        return (call.out - part).to(call.out.dtype)
 
     return change
 
