@@ -131,6 +131,32 @@ def test_masks_hold_inside_derivatives_wherever_they_are_made(
         torch.testing.assert_close(tuple(transform(call, *drawn())), expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("transform", [forward, gradients])
+@pytest.mark.parametrize("mod", [sees, by_length])
+@pytest.mark.parametrize("make", [create_block_mask, of_torch.create_block_mask], ids=["regard", "torch"])
+def test_compiled_derivatives_are_those_of_the_masked_call(
+    make: Callable[..., BlockMask], mod: Callable[..., Tensor], transform: Callable[..., Any]
+):
+    """By dynamo alone: it traces the derivative, and its graph runs inside of it."""
+    made = make(mod, 1, HEADS, TOKENS, TOKENS, "cpu")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return flex_attention(q * t[:, None, None], k, v, lambda s, b, h, q, k: s * t[h], made)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return flex_attention(q * t[:, None, None], k, v, None, made)
+
+    for each, score_mod in ((call, lambda t: lambda s, b, h, q, k: s * t[h]), (masked, lambda _: None)):
+        torch.compiler.reset()
+
+        def wanted(q: Tensor, k: Tensor, v: Tensor, t: Tensor, score_mod: Any = score_mod) -> Tensor:
+            return attended(q * t[:, None, None], k, v, score_mod(t), mod)[0]
+
+        compiled = torch.compile(lambda *given, each=each: transform(each, *given), backend="eager", fullgraph=True)
+        found, expected = compiled(*drawn()), transform(wanted, *drawn())
+        torch.testing.assert_close(tuple(found), tuple(expected), atol=1e-10, rtol=1e-10)
+
+
 def test_a_mask_that_vmap_maps_over_inside_a_derivative_is_refused_in_words():
     def call(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
         mask = create_block_mask(lambda b, h, q, k: k < 4 + t[h] * 0, None, HEADS, TOKENS, TOKENS, "cpu")

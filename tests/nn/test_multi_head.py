@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
@@ -522,3 +526,15 @@ def test_a_call_says_that_an_assigned_bias_is_of_other_heads():
     setattr(module, "bias", Alibi(4))  # noqa: B010 - a type checker knows only what it is afterwards
     with pytest.raises(ProblemError, match=r"Alibi\(heads=4\)"):
         module(torch.randn(1, 7, 16))
+
+
+def test_a_wrapper_of_a_spec_module_can_be_assigned():
+    """As torch assigns them, to every module of a model."""
+    module, x = MultiHeadAttention(16, 2, mask=Causal(), bias=Alibi(2)), torch.randn(1, 7, 16)
+    expected = module(x)
+    apply_activation_checkpointing(module, check_fn=lambda part: isinstance(part, SpecModule))
+    assert isinstance(module.mask, CheckpointWrapper)
+    assert isinstance(module.bias, CheckpointWrapper)
+    assert torch.equal(module(x), expected)
+    with pytest.raises(ProblemError, match="expected a regard Mask"):
+        module.mask = cast(Any, module.bias)

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from regard.describe.mask import CallSizes, Mask
 from regard.errors import RefusalError
 from regard.flex.call import Result, compute, laid_out_as
+from regard.flex.outside_derivatives import outside_derivatives
 from regard.flex.read_block_mask import follows_function, lists_of, mask_of_block_mask, mask_of_lists
 from regard.flex.trace import IndexByTensor, Mod, known_number
 from regard.torch_internals import HigherOrder, is_higher_order, skip_frames, version
@@ -34,13 +35,17 @@ _library.define(
 def _form(
     q: Tensor, k: Tensor, v: Tensor, modified: Tensor, kept: Tensor, at: Sequence[Tensor], lists: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The form of the results; the end of the graph of the functions, from which their results are known."""
+    """The form of the results; the end of the graph of the functions, from which their results are known.
+
+    The results have a derivative by each tensor, or dynamo would take their tangents inside of `torch.func.jvp` for 0.
+    """
     wide = wide_of(q.dtype)
     out = laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[3])))
-    return out, q.new_empty(q.shape[:3], dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
+    read = q.sum() * k.sum() * v.sum() * modified.sum()
+    return out + read.to(out.dtype), q.new_empty(q.shape[:3], dtype=wide) + read, q.new_empty(q.shape[:3], dtype=wide)
 
 
-_library.impl("flex_form", _form, "CompositeExplicitAutograd")
+_library.impl("flex_form", _form, "CompositeImplicitAutograd")
 
 
 def compute_compiled(
@@ -104,7 +109,8 @@ class _ComputeGraph(HigherOrder):
             block, read = (options["rows"], options["columns"]), [tensor_of[node] for node in lists]
             if options["follows"] and not any(t.is_inference() or version(t) for t in read):
                 read = []  # the graph does not write to them, and need not make them
-            mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], tensor_of), sizes, q.device)
+            with outside_derivatives():
+                mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], tensor_of), sizes, q.device)
         found = compute(q, k, v, score_mod, mask, scale, options["wants_max"])
         return found.out, found.lse, _max_scores(found)
 
@@ -120,7 +126,8 @@ def _compute_uncompiled(
     captured = getclosurevars(functions).nonlocals
     block_mask, mask = captured["block_mask"], True
     if block_mask is not None:
-        mask = mask_of_block_mask(block_mask, _sizes(q, k), q.device)
+        with outside_derivatives():
+            mask = mask_of_block_mask(block_mask, _sizes(q, k), q.device)
     found = compute(q, k, v, captured["score_mod"], mask, scale, wants_max)
     return found.out, found.lse, _max_scores(found)
 

@@ -19,6 +19,7 @@ from regard.errors import ProblemError
 from regard.flex.every_pair import tabulated
 from regard.flex.layout import block_layout
 from regard.flex.mod_mask import is_opaque, mask_of_mod
+from regard.flex.outside_derivatives import outside_derivatives
 from regard.flex.trace import Mod, is_traced
 
 
@@ -95,6 +96,10 @@ class BlockLists(Mask):
         return max(batch, self.full.shape[0]), max(heads, self.full.shape[1])
 
     def bind(self, sizes: CallSizes) -> Mask:
+        with outside_derivatives():
+            return self._bound(sizes)
+
+    def _bound(self, sizes: CallSizes) -> Mask:
         own = True if self.own is None else self.own
         partial, full = _of_call(self.partial, sizes), _of_call(self.full, sizes)
         if _agrees(_Reading((), partial, full), own, sizes, (self.rows, self.columns)):

@@ -4,11 +4,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from regard.nn.spec_module import SpecModule, as_module
+from regard.describe.spec import Spec
+from regard.nn.spec_module import as_module
 
 
 class SpecAttributes(nn.Module):
     """A module whose specs can be assigned as they are given to the constructor: a spec, a `SpecModule` or None.
+
+    A module that has the `spec` of a `SpecModule`, such as torch's wrappers for activation checkpointing, is one too.
 
     >>> from regard import Alibi, Causal
     >>> from regard.nn import MultiHeadAttention
@@ -27,6 +30,7 @@ class SpecAttributes(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._spec_names:
-            self._check_spec(name, value.spec if isinstance(value, SpecModule) else value)
-            value = as_module(value)
+            is_module = isinstance(value, nn.Module) and isinstance(getattr(value, "spec", None), Spec)
+            self._check_spec(name, value.spec if is_module else value)
+            value = value if is_module else as_module(value)
         super().__setattr__(name, value)
