@@ -141,20 +141,20 @@ FUNCTIONS = [name for name in measures.__all__ if inspect.isfunction(getattr(mea
 @pytest.mark.parametrize("name", OF_INPUTS)
 def test_a_measure_of_inputs_says_how_to_make_them(name):
     measure, weights = getattr(measures, name), Weights.of(drawn())
-    asked = f"inputs is {weights!r}: expected Inputs. Write {name}(Inputs(weights))."
+    asked = f"inputs is {weights!r}: expected Inputs. Give Inputs(weights) to {name}."
     assert refusal(measure, weights) == refusal(measure, inputs=weights) == asked
     assert refusal(measure, torch.rand(2, 6, 29, 29)) == (
-        f"inputs is float32 [2, 6, 29, 29]: expected Inputs. Write {name}(Inputs(calls[0].weights)), of the calls that "
-        "`regard.inspect.observe` collects."
+        f"inputs is float32 [2, 6, 29, 29]: expected Inputs. Give Inputs(calls[0].weights), of the calls that "
+        f"`regard.inspect.observe` collects, to {name}."
     )
 
 
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_a_measure_of_weights_says_where_they_are(name):
     measure, inputs = getattr(measures, name), Inputs(Weights.of(drawn()))
-    asked = f"weights is Inputs: expected Weights. Write {name}(inputs.weights)."
+    asked = f"weights is Inputs: expected Weights. Give inputs.weights to {name}."
     assert refusal(measure, inputs) == refusal(measure, weights=inputs) == asked
-    assert f"Write {name}(calls[0].weights), of the calls" in refusal(measure, torch.rand(2, 6, 29, 29))
+    assert "Give calls[0].weights, of the calls that" in refusal(measure, torch.rand(2, 6, 29, 29))
 
 
 def test_calls_and_lists_are_no_weights():
@@ -162,10 +162,10 @@ def test_calls_and_lists_are_no_weights():
     with observe() as calls:
         attend(q, q, q)
     assert refusal(entropy, calls[0]) == (
-        "inputs is RecordedCall: expected Inputs. Write entropy(Inputs(call.weights))."
+        "inputs is RecordedCall: expected Inputs. Give Inputs(call.weights) to entropy."
     )
-    assert "calls is Inputs: expected Weights. Write retrieval(inputs.weights)" in refusal(
+    assert "calls is Inputs: expected Weights. Give inputs.weights to retrieval" in refusal(
         retrieval, Inputs(calls[0].weights), torch.ones(2, 30).long(), torch.ones(2, 30) > 0, 5
     )
-    assert "weights is RecordedCall: expected Weights. Write Inputs(call.weights)" in refusal(Inputs, calls[0])
-    assert "Write compute(Inputs(weights))" in refusal(compute, [], calls[0].weights)
+    assert "weights is RecordedCall: expected Weights. Give call.weights to Inputs" in refusal(Inputs, calls[0])
+    assert "Give Inputs(weights) to compute" in refusal(compute, [], calls[0].weights)

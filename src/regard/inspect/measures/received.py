@@ -28,7 +28,7 @@ def checked(measure: F) -> F:
     >>> total([[1.0]])
     Traceback (most recent call last):
     ...
-    regard.errors.ProblemError: weights is [[1.0]]: expected Weights. Write total(calls[0].weights), ...
+    regard.errors.ProblemError: weights is [[1.0]]: expected Weights. Give calls[0].weights, of the ... to total.
     """
     name, parameter = next(iter(inspect.signature(measure).parameters.items()))
     expected: type = parameter.annotation
@@ -53,10 +53,10 @@ def check_received(value: object, expected: type, function: str, argument: str) 
     elif isinstance(getattr(value, "weights", None), Weights):  # Inputs, or a call with its weights
         weights, source = f"{_variable(value)}.weights", ""
     else:
-        weights, source = "calls[0].weights", ", of the calls that `regard.inspect.observe` collects"
+        weights, source = "calls[0].weights", ", of the calls that `regard.inspect.observe` collects,"
     wanted = f"Inputs({weights})" if expected.__name__ == INPUTS else weights
     raise ProblemError(
-        f"{argument} is {_received(value)}: expected {expected.__name__}. Write {function}({wanted}){source}."
+        f"{argument} is {_received(value)}: expected {expected.__name__}. Give {wanted}{source} to {function}."
     )
 
 
