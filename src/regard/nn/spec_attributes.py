@@ -1,6 +1,6 @@
 """`SpecAttributes`: a mask, bias, score or position that is assigned to a module is checked, and becomes a module."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -32,5 +32,5 @@ class SpecAttributes(nn.Module):
         if name in self._spec_names:
             is_module = isinstance(value, nn.Module) and isinstance(getattr(value, "spec", None), Spec)
             self._check_spec(name, value.spec if is_module else value)
-            value = value if is_module else as_module(value)
+            value = value if is_module else as_module(cast(Any, value))
         super().__setattr__(name, value)
