@@ -77,6 +77,7 @@ struct DecodeSoftmax {
         into.total[r] = add_sums<of_block>(tree, of_block, into.total[r]);
     }
 
+    // Row r of any block: with biases, hidden keys, dropout.
     __attribute__((noinline)) void weigh_any(const Block &block, const Lanes &lanes, const Bits128 &bits,
                                              const Piece *pieces, int n, int r, const Sums &into) {
         T *s = scores + r * BLOCK;

@@ -44,6 +44,7 @@ struct Later {
     REGARD_INLINE void pass(int64_t lines) { at += (By::places ? lines / PLACES : lines) * Lines::LINE; }
 };
 
+// Which lines are prefetched, and how far ahead, for the keys and values of a span.
 template <typename K>
 struct StreamAsks {
     using S = typename K::Stored;

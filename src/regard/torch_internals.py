@@ -178,7 +178,7 @@ _gradient_transform: object = _find(
 _tangent_transform: object = _find(
     "torch._C._functorch.TransformType.Jvp",
     None,
-    "an append to a cache inside torch.func.jvp fails with torch's own error",
+    "inside torch.func.jvp an append to a cache fails with torch's own error, and flex_attention misreads masks",
 )
 
 
@@ -187,13 +187,14 @@ def in_func_grad() -> bool:
     return any(each.key() == _gradient_transform for each in _func_transforms() or ())
 
 
+# as `torch.compiler.assume_constant_result` does, which loads torch's compiler (torch 2.0); dynamo guards on the levels
+in_func_grad._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def in_func_derivative() -> bool:
     """Whether `torch.func.grad`, `jvp` or any other derivative of `torch.func` is at work, at any level."""
     return any(each.key() in (_gradient_transform, _tangent_transform) for each in _func_transforms() or ())
 
-
-# as `torch.compiler.assume_constant_result` does, which loads torch's compiler (torch 2.0); dynamo guards on the levels
-in_func_grad._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 is_func_wrapper: Callable[[Tensor], bool] = _find(
     "torch._C._functorch.is_functorch_wrapped_tensor",

@@ -35,7 +35,7 @@ def gradient_of_keys(
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PATCH_STAGES: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, CAREFUL: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [batch, kv_heads, keys, dim], those that DK and DV ask for: a program sums over the heads of a group.
+    """Writes dk if DK and dv if DV, each [batch, kv_heads, keys, dim]; a program adds up the query heads of its key head.
 
     The lists are those by key (`tables.by_key`), whose words have a row for each key and a bit for each query.
 

@@ -1,7 +1,8 @@
 """Whether a measure received what it reads: `Weights`, or `Inputs`, which are made of them.
 
-Measures of O(n) pairs take the weights of a call; those that share a sweep take `Inputs(weights)`. The other one, or a
-tensor, is refused before anything is computed.
+A measure that reads one weight per query, or a few, takes the `Weights` of a call; a measure that reads all weights
+takes `Inputs(weights)`, so that several measures share one pass over them. Any other argument raises `ProblemError`
+before anything is computed.
 """
 
 import inspect
