@@ -130,15 +130,24 @@ inline void tiles_across(const char *rows, int64_t stride, int64_t count, const 
     tile_products<add>(rows, stride, SIDE * stride, 64, whole, lanes, steps, out, first, last, ahead, made);
     if (!rest) return;
     // the last rows, of a tile that memory does not have
+    constexpr int64_t AT_ONCE = 4;  // steps
     rows += whole * SIDE * stride, out += whole * SIDE * LANES;
     alignas(64) float sums[SIDE * LANES];
-    for (int64_t i = 0; i < rest * LANES; ++i) sums[i] = add ? out[i] : 0;
-    alignas(64) char some[SIDE * 64];
-    memset(some, 0, sizeof some);
-    for (int64_t i = 0; i < steps; ++i) {
-        for (int64_t r = 0; r < rest; ++r) memcpy(some + r * 64, rows + r * stride + i * 64, 64);
-        tile_products<true>(some, 64, 0, 0, 1, lanes + i * SIDE * LANES, 1, sums, first, last, nullptr);
-    }
+    if (add)
+        for (int64_t i = 0; i < rest * LANES; i += 16) store(sums + i, load(out + i));
+    alignas(64) char some[AT_ONCE * SIDE * 64];
+    int64_t i = 0;
+    do {
+        const int64_t now = steps - i < AT_ONCE ? steps - i : AT_ONCE;
+        for (int64_t s = 0; s < now; ++s)
+            for (int64_t r = 0; r < SIDE; ++r)
+                _mm512_store_si512(some + (s * SIDE + r) * 64,
+                                   r < rest ? _mm512_loadu_si512(rows + r * stride + (i + s) * 64) : __m512i{});
+        const uint32_t *const by = lanes + i * SIDE * LANES;
+        if (add || i) tile_products<true>(some, 64, 0, SIDE * 64, 1, by, now, sums, first, last, nullptr);
+        else tile_products<false>(some, 64, 0, SIDE * 64, 1, by, now, sums, first, last, nullptr);
+        i += now;
+    } while (i < steps);
     for (int64_t r = 0; r < rest; ++r)
         for (int v = first; v < last; ++v) store(out + r * LANES + v * SIDE, load(sums + r * LANES + v * SIDE));
     made(Made{int(whole * SIDE), int(rest), first, last});
@@ -197,31 +206,32 @@ REGARD_INLINE void turn_words(__m512i (&x)[8]) {
     for (int i = 0; i < 8; ++i) x[i] = y[i];
 }
 
+// Rows 8 l + i of eight dims in lane l of vector i. Only whole: `count` rows of eight dims are at least 32 rows.
+template <bool whole>
+REGARD_INLINE void take_words(const char *from, int64_t stride, int64_t count, __mmask8 real, __m512i (&x)[8]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const auto eight = [&](int l) {
+            const int64_t row = 8 * l + i;
+            const char *const at = from + row * stride;
+            if (whole) return _mm_loadu_si128(reinterpret_cast<const __m128i *>(at));
+            return _mm_maskz_loadu_epi16(row < count ? real : __mmask8(0), at);
+        };
+        x[i] = _mm512_castsi128_si512(eight(0));
+        x[i] = _mm512_inserti32x4(x[i], eight(1), 1);
+        x[i] = _mm512_inserti32x4(x[i], eight(2), 2);
+        x[i] = _mm512_inserti32x4(x[i], eight(3), 3);
+    }
+}
+
 // Up to 32 tokens, `stride` bytes apart, as [tiles of 16 dims][16 dims][32 tokens]; what is missing is 0.
 inline void turn(const char *rows, int64_t stride, int64_t count, int64_t dim, char *out, Ahead *ahead) {
-    alignas(64) char padded[TURNED * 16];
     for (int64_t d = 0; d < sides(dim) * SIDE; d += 8, out += 8 * 64) {
         if (ahead) ahead->ask<false>();
         const int64_t dims = dim - d < 8 ? dim - d : 8;
-        const char *from = rows + d * 2;
-        int64_t step = stride;
-        if (count < TURNED || dims < 8) {
-            memset(padded, 0, sizeof padded);
-            for (int64_t j = 0; j < count && dims > 0; ++j)
-                memcpy(padded + j * 16, from + j * stride, size_t(dims) * 2);
-            from = padded, step = 16;
-        }
         __m512i x[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const auto eight = [&](int l) {
-                return _mm_loadu_si128(reinterpret_cast<const __m128i *>(from + (8 * l + i) * step));
-            };
-            x[i] = _mm512_castsi128_si512(eight(0));
-            x[i] = _mm512_inserti32x4(x[i], eight(1), 1);
-            x[i] = _mm512_inserti32x4(x[i], eight(2), 2);
-            x[i] = _mm512_inserti32x4(x[i], eight(3), 3);
-        }
+        if (count >= TURNED && dims == 8) take_words<true>(rows + d * 2, stride, count, 0xff, x);
+        else take_words<false>(rows + d * 2, stride, count, dims > 0 ? __mmask8((1 << dims) - 1) : __mmask8(0), x);
         turn_words(x);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) _mm512_store_si512(out + i * 64, x[i]);

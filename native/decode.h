@@ -249,14 +249,13 @@ struct Decode {
     }
 
     void take_queries(const Lanes &lanes) {
-        [[maybe_unused]] S *const as_lanes = reinterpret_cast<S *>(queries);  // [units][16 rows]
-        if (K::tiled) memset(queries, 0, size_t(FEW * units) * sizeof(Unit));
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled) return turn_queries(lanes);
+#endif
         for (int r = 0; r < lanes.count; ++r) {
             const S *from = query(lanes, r);
             Unit *to = queries + r * units;
-            if constexpr (K::tiled) {
-                for (int64_t i = 0; i < c.qk_dim; ++i) as_lanes[(i / 2 * FEW + r) * 2 + i % 2] = from[i];
-            } else if constexpr (K::pairs) {
+            if constexpr (K::pairs) {
                 to[units - (units > 0)] = 0;
                 memcpy(to, from, size_t(c.qk_dim) * 2);
             } else {
@@ -264,6 +263,20 @@ struct Decode {
             }
         }
     }
+
+#if defined(REGARD_TILES)
+    // As [units][16 rows], with 0 for rows and dims that are missing.
+    void turn_queries(const Lanes &lanes) {
+        for (int64_t u = 0; u < units; u += 16) {
+            const int64_t left = c.qk_dim - 2 * u;
+            const __mmask32 real = left < 32 ? (1u << left) - 1 : ~0u;
+            U pairs[FEW] = {};
+            for (int r = 0; r < lanes.count; ++r) pairs[r] = (U)_mm512_maskz_loadu_epi16(real, query(lanes, r) + 2 * u);
+            transpose<uint32_t>(pairs);
+            for (int i = 0; i < FEW; ++i) store(queries + (u + i) * FEW, pairs[i]);
+        }
+    }
+#endif
 
     void step(const Todo &todo, const Lanes &lanes, const Source<K> &keys, const Source<K> &values, const Sums &into) {
         const Block &block = todo.block;

@@ -125,8 +125,10 @@ struct DecodeSoftmax {
     }
 
     void rescale(int r, T found, T &now, const Sums &into) {
-        const T alpha = exp2<P::precision>(broadcast(T((now - found) * factor)))[0];
+        const T before = now;
         now = into.top[r] = found;
+        if (before == NEVER) return;  // nothing was added yet
+        const T alpha = exp2<P::precision>(broadcast(T((before - found) * factor)))[0];
         into.total[r] *= alpha;
         for (int64_t d = 0; d < width; d += W) store(into.out + r * width + d, load(into.out + r * width + d) * alpha);
     }

@@ -136,9 +136,9 @@ def attend(
             Request(cast(Any, q), k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend)
         )
     key = None
-    is_plain = bias is None and score is None and sink is None and type(dropout) is float and dropout == 0.0
+    is_plain = score is None and type(dropout) is float and dropout == 0.0
     if is_plain and not is_compiling() and not current_observers.get() and current_route.get() is None:
-        key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend)
+        key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend, bias, sink)
         if out is not None:
             return out
     if is_any_autocast_enabled():
@@ -275,7 +275,7 @@ def _attend_arrays(request: Request) -> Any:
     return as_array_like(request.q, out)
 
 
-def _run(request: Request, key: ready.Key | None = None) -> State:
+def _run(request: Request, key: ready.AnyKey | None = None) -> State:
     """The state of a call: of an operator where torch traces, else of the kernel that the plan says.
 
     Args:
@@ -299,7 +299,7 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     plan, operands = prepared
     plan, state = execute(plan, operands, request.backend)
     if key is not None:
-        ready.keep(key, request.mask, plan, operands)
+        ready.keep(key, request.mask, request.offset, request.bias, plan, operands)
     return pass_to_observers(observers, request, plan, operands, state) if observers else state
 
 

@@ -62,6 +62,10 @@ class Repeated(NamedTuple):
     bind: Bind
 
 
+RunWithTensors: TypeAlias = Callable[[Tensor, Any, Any, int, int | None, Any, Tensor | None], Tensor | None]
+"""As `Run`, with a bias and a sink after the offset, each of them None where the call that is repeated has none."""
+
+
 @runtime_checkable
 class RepeatableKernel(Kernel, Protocol):
     """A kernel that runs calls like an earlier one without their `Operands`: tiny calls take half the time."""
@@ -70,6 +74,19 @@ class RepeatableKernel(Kernel, Protocol):
         """What runs calls that differ from this one only in elements, strides, offset and number of keys.
 
         The number of keys is 1 or more. None where it cannot run such calls.
+        """
+        ...
+
+
+@runtime_checkable
+class KernelWithTensors(RepeatableKernel, Protocol):
+    """A kernel that also repeats calls with a bias or a sink, or under a mask with tensors."""
+
+    def repeated_with_tensors(self, operands: Operands, /) -> RunWithTensors | None:
+        """What runs calls that differ from this one as in `repeated`, or in the elements of a bias and of a sink.
+
+        The mask is the same, and where it has tensors or functions, also the number of keys and the offset. The bias
+        is a `TensorBias` that has the same axes of one element, or an `Alibi`.
         """
         ...
 

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.backend.contract import Backend, Kernel, Repeated, refuse_batched, second_derivative
+from regard.backend.contract import (
+    Backend,
+    Kernel,
+    Repeated,
+    RunWithTensors,
+    refuse_batched,
+    second_derivative,
+)
 from regard.backend.native_far_rows import Rows, far_rows
 from regard.backend.native_inputs import (
     GRADIENTS,
@@ -35,7 +42,7 @@ from regard.backend.native_inputs import (
     tensor_fields,
     write_inputs,
 )
-from regard.backend.native_repeated import Like, repeated, repeated_stored
+from regard.backend.native_repeated import Like, repeated, repeated_stored, repeated_with_tensors
 from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.huge_pages import advise_huge_pages, allocator_like
 from regard.plan.checks import Saved
@@ -139,6 +146,28 @@ class _Kernel:
         if operands.stored is not None:
             return repeated_stored(self.attend, partial(opened_over, self.entry, self.packed), tiles, by_head, by_token)
         return repeated(self.attend, self.form, tiles, by_head, by_token)
+
+    def repeated_with_tensors(self, operands: Operands) -> RunWithTensors | None:
+        p, queries = self.problem, operands.q.shape[2]
+        if p.grad or p.dropout or p.storage is not None or operands.stored is not None:
+            return None
+        if (tiles := self._tiles_of_all_like(operands)) is None:
+            return None
+        form = partial(self.entry.opened, self.packed)
+        by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
+        return repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
+
+    def _tiles_of_all_like(self, operands: Operands) -> Tiles | None:
+        """The tiles of all calls under the mask of this one, of all sizes if it is constant, else of these sizes."""
+        mask = operands.mask
+        if mask is None and operands.q.shape[2] <= QUERIES:
+            return ALL
+        if (fixed := fixed_tiles(operands)) is not None:
+            return fixed
+        if mask is None or mask.constant() is not None:
+            return None
+        tiles, is_kept = tiles_of(operands, self.schedule)
+        return tiles if is_kept else None
 
     def compute(
         self, inputs: Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True

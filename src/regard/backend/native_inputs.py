@@ -7,7 +7,8 @@ from torch import Tensor
 
 from regard import native_calls
 from regard.backend.native_parts import listed
-from regard.plan.distance import split_by_distance, table, vectors
+from regard.describe.bias import Bias, TensorBias
+from regard.plan.distance import kept_by_distance, split_by_distance, table, vectors
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import resolve_lazy
@@ -62,6 +63,33 @@ def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
     if i.bias is not None:
         struct[BIAS] = (i.bias.data_ptr(), native_calls.DTYPES[i.bias.dtype], *_strides(i.bias))
     return None if i.stored is None else write_parts(struct, *i.stored)
+
+
+def write_more(
+    struct: Any, bias: Bias | None, sink: Tensor | None, heads: int, wide: torch.dtype, first: int, count: int
+) -> tuple[object, object] | None:
+    """Write a `TensorBias` or an `Alibi`, and a sink, into an opened struct of a call that learns nothing.
+
+    Args:
+        heads: of the call.
+        first: the smallest distance of a query from a key; there are `count`.
+
+    Returns:
+        What must stay in memory until the struct was run; None where the bias has no memory.
+    """
+    of_bias: object = None
+    if type(bias) is TensorBias:
+        t = bias.tensor
+        if not (address := t.data_ptr()):
+            return None
+        struct[BIAS] = (address, native_calls.DTYPES[t.dtype], *(0,) * (4 - t.ndim), *_strides(t))
+    elif bias is not None:
+        of_bias = distance = kept_by_distance(bias, heads, wide, first, count)
+        struct[DISTANCE] = (distance.data_ptr(), _strides(distance)[0])
+    if sink is not None:
+        sink = sink.to(wide).contiguous()
+        struct[SINK] = sink.data_ptr()
+    return of_bias, sink
 
 
 def write_parts(struct: Any, k: StoredTensor, v: StoredTensor) -> object:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.backend.contract import Bind, Bound, Repeated, Run
+from regard.backend.contract import Bind, Bound, Repeated, Run, RunWithTensors
+from regard.backend.native_inputs import TILES, write_more
 from regard.backend.native_tiles import Tiles
+from regard.describe.bias import Bias
 from regard.native_calls import Attend, pack_packed, packed_operands
 from regard.storage.stored import StoredTensor
 
@@ -137,6 +139,51 @@ def _run_stored(run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by
             queries, keys, intervals, number, keys - queries if offset is None else offset, maps,
         ))  # fmt: skip
         del parts  # they were needed until now
+        return out.transpose(1, 2) if is_by_token else out
+
+    return again
+
+
+def repeated_with_tensors(
+    run: Attend, opened: Callable[[], Any], tiles: Tiles, by_head: Like, by_token: Like
+) -> RunWithTensors:
+    """What runs calls with a bias and a sink, which are written into a struct for each call, and with any tiles."""
+    intervals, number, maps, lists, memory = tiles
+    queries, threads, attend = by_head.queries, torch.get_num_threads, run.__call__
+    heads, wide = by_head.lse.shape[1], by_head.lse.dtype
+
+    def again(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: int,
+        offset: int | None,
+        bias: Bias | None,
+        sink: Tensor | None,
+        kept: object = memory,
+    ) -> Tensor | None:
+        try:
+            (qb, qh, qt, qd), (kb, kh, kt, kd), (vb, vh, vt, vd) = q.stride(), k.stride(), v.stride()
+            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        except RuntimeError:  # a layout without strides
+            return None
+        if not (qd == kd == vd == 1 and at_q and at_k and at_v):  # without memory: no tokens, or a lazy zero
+            return None
+        offset = keys - queries if offset is None else offset
+        form = opened()
+        if not number:
+            form[TILES] = lists
+        used = write_more(form, bias, sink, heads, wide, offset - (keys - 1), queries + keys - 1)
+        if used is None:
+            return None
+        is_by_token = qh < qt and queries > 1
+        _, _, like, (ob, oh, ot), _, empty_like = by_token if is_by_token else by_head
+        out = empty_like(like)
+        attend(form, (
+            at_q, qb, qh, qt, at_k, kb, kh, kt, at_v, vb, vh, vt, out.data_ptr(), ob, oh, ot, 0, threads(),
+            queries, keys, intervals, number, offset, maps,
+        ))  # fmt: skip
+        del used  # it was needed until now
         return out.transpose(1, 2) if is_by_token else out
 
     return again

@@ -3,8 +3,9 @@
 A tiny call, one query of 8 heads against 64 keys, takes less time to compute than to be understood. So what a call
 that a kernel can repeat (`RepeatableKernel`) depends on is one key: sizes, types and flags of the tensors, the mask if
 it is constant, and the numbers. What is not in the key forces the long way: gradients, tracing, autocast, `torch.func`,
-dispatch modes, classes of tensors, and masks with tensors or functions. Elements, strides, the number of keys and the
-offset are no part of the key, so each step of decoding finds the call of the step before.
+dispatch modes and classes of tensors. Elements, strides, the number of keys and the offset are no part of the key, so
+each step of decoding finds the call of the step before. Calls with a bias, a sink or a mask with tensors have a key of
+their own (`ready_tensors.py`).
 
 To build a key takes 2 us, as each attribute of a tensor that Python reads takes 0.1. So the last calls of tensors are
 known by a guard of torch.compile, which compares all of that in one function of C++.
@@ -14,15 +15,18 @@ counts of tokens are read in each call. Rows of different lengths, rotated keys 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 
 from regard.backend.contract import Bound, RepeatableKernel, Repeated
+from regard.describe.bias import Bias
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
+from regard.dispatch import ready_tensors
 from regard.dispatch.choose import Plan
+from regard.dispatch.ready_tensors import TensorsKey, key_of
 from regard.plan.problem import MAX_OFFSET, Operands
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import guard_of, is_ordinary
@@ -34,7 +38,10 @@ LAST = 2
 """The most calls that are known by a guard at once: layers with two masks, or self-attention and cross-attention. A
 guard that does not fit costs 0.3 us, to make one 20."""
 
-Key = tuple[Any, ...]
+Key: TypeAlias = tuple[Any, ...]
+
+AnyKey: TypeAlias = Key | TensorsKey
+"""The key of a call, and of one that has more tensors; no call has both."""
 
 
 class _Ready:
@@ -70,8 +77,17 @@ _LONG = None, None
 
 
 def run(
-    q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, offset: Any, backend: Any
-) -> tuple[Key | None, Tensor | None]:
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    scale: Any,
+    softcap: Any,
+    offset: Any,
+    backend: Any,
+    bias: Any = None,
+    sink: Any = None,
+) -> tuple[AnyKey | None, Tensor | None]:
     """The key of a call that torch does not trace, None if it must go the long way; and its output if it is ready."""
     kind = type(k)
     if not (type(q) is Tensor and type(v) is kind and (kind is Tensor or kind is StoredTensor) and is_ordinary()):
@@ -81,9 +97,16 @@ def run(
         and (softcap is None or type(softcap) is float)
         and (offset is None or (type(offset) is int and -MAX_OFFSET < offset < MAX_OFFSET))
         and (backend is None or type(backend) is str)
-        and (mask is None or (isinstance(mask, Mask) and (mask := mask.constant()) is not None))
+        and (mask is None or isinstance(mask, Mask))
     ):
         return _LONG
+    spec, mask = mask, None if mask is None else mask.constant()
+    if bias is not None or sink is not None or (mask is None and spec is not None):
+        call = _key(q, k, v, mask, scale, softcap, backend) if q.is_cpu else None
+        key = None if call is None else key_of(call, q, k.shape[2], bias, sink)
+        if key is None:
+            return _LONG
+        return key, ready_tensors.run(key, q, k, v, spec if mask is None else None, offset, bias, sink)
     # A nested tensor would end the process in torch's guard.
     if kind is Tensor and not (q.is_nested or k.is_nested or v.is_nested):
         for call, is_like, bound in _last:
@@ -157,25 +180,33 @@ def _is_simple(stored: StoredTensor) -> bool:
     return stored.parts[0].data.is_cpu
 
 
-def bind(key: Key, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
+def bind(key: AnyKey, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
     """What runs calls with the strides of a ready one, by token."""
     found = _ready.get(key)
     return None if found is None else found.bind(q, k, v, True)
 
 
-def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
+def keep(key: AnyKey, mask: Mask | None, offset: int | None, bias: Bias | None, plan: Plan, operands: Operands) -> None:
     """Keep a call that was run, if its kernel can repeat it."""
+    call = key.call if isinstance(key, TensorsKey) else key
+    if plan.run is not plan.kernel or plan.is_careful or not plan.is_for_any_mask or operands.key is None:
+        return
+    if any(type(size) is not int for size in (*call[0], *call[1:7])):  # while torch.jit traces they are tensors
+        return
+    if not plan.is_repeatable or (operands.mask is None) != (mask is None):
+        return
+    if isinstance(key, TensorsKey):
+        ready_tensors.keep(key, mask, offset, bias, plan, operands)
+    else:
+        _keep(key, mask, plan, operands)
+
+
+def _keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
     kernel, found = plan.kernel, _ready.get(key)
     if found is not None and found.plan() is plan:  # its strides need another way
         return
-    if plan.run is not kernel or plan.is_careful or not plan.is_for_any_mask or operands.key is None:
-        return
-    if any(type(size) is not int for size in (*key[0], *key[1:7])):  # while torch.jit traces they are tensors
-        return
-    if not (plan.is_repeatable and isinstance(kernel, RepeatableKernel)) or (operands.mask is None) != (mask is None):
-        return
     fingerprint = None if mask is None else mask.constant()
-    if fingerprint is not None and not fingerprint.is_registered:
+    if not isinstance(kernel, RepeatableKernel) or (fingerprint is not None and not fingerprint.is_registered):
         return
     if (again := kernel.repeated(operands)) is not None:
         if len(_ready) >= KEPT:
@@ -185,6 +216,7 @@ def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
 
 def forget() -> None:
     """Forget every ready call."""
+    ready_tensors.forget()
     global _last  # noqa: PLW0603
     _last = ()
     _ready.clear()

@@ -1,0 +1,229 @@
+"""Ready calls with a bias, a sink, or a mask with tensors: the short way only where nothing that matters differs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import (
+    Alibi,
+    Causal,
+    Documents,
+    KeyLengths,
+    MaskFunction,
+    ProblemError,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    Window,
+    attend,
+)
+from regard.dispatch import ready, ready_tensors
+
+pytestmark = pytest.mark.usefixtures("no_plans")
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 2, 4, 2, 3, 37, 16
+
+
+def _tensors(queries: int = QUERIES, keys: int = KEYS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    sizes = (HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys)
+    return tuple(torch.randn(BATCH, h, n, DIM, dtype=dtype) for h, n in sizes)
+
+
+def _ready(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor | None:
+    names = ("mask", "scale", "softcap", "offset", "backend", "bias", "sink")
+    return ready.run(q, k, v, *(words.get(name) for name in names))[1]
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
+    return attend(q.double(), k.double(), v.double(), backend="reference", **words)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> None:
+    """The call is ready and right."""
+    found = _ready(q, k, v, **words)
+    assert found is not None
+    error = (found.double() - _reference(q, k, v, **words)).abs().max()
+    assert error < (2e-2 if q.dtype == torch.bfloat16 else 1e-5)
+
+
+def _hidden(*sizes: int) -> Tensor:
+    keeps = torch.rand(sizes) < 0.7
+    keeps[..., 0] = True
+    return keeps
+
+
+WORDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a bias": lambda: {"bias": TensorBias(torch.randn(BATCH, HEADS, QUERIES, KEYS))},
+    "a bias of two axes": lambda: {"bias": TensorBias(torch.randn(QUERIES, KEYS))},
+    "a bias of keys": lambda: {"bias": TensorBias(torch.randn(BATCH, 1, 1, KEYS)), "mask": Causal()},
+    "a bias of queries": lambda: {"bias": TensorBias(torch.randn(1, HEADS, QUERIES, 1)), "mask": Causal() & Window(9)},
+    "an expanded bias": lambda: {"bias": TensorBias(torch.randn(1, 1, 1, KEYS).expand(BATCH, HEADS, QUERIES, KEYS))},
+    "a transposed bias": lambda: {"bias": TensorBias(torch.randn(KEYS, QUERIES).mT), "softcap": 5.0},
+    "a bias of bf16": lambda: {"bias": TensorBias(torch.randn(HEADS, 1, KEYS, dtype=torch.bfloat16)), "offset": 7},
+    "ALiBi": lambda: {"bias": Alibi(HEADS), "mask": Causal()},
+    "ALiBi with an offset": lambda: {"bias": Alibi(HEADS), "mask": Causal(), "offset": 11},
+    "a sink": lambda: {"sink": torch.randn(HEADS), "mask": Causal()},
+    "a sink of float64": lambda: {"sink": torch.randn(HEADS, dtype=torch.float64)},
+    "padding": lambda: {"mask": TensorMask(_hidden(BATCH, 1, 1, KEYS))},
+    "a mask of all pairs": lambda: {"mask": TensorMask(_hidden(BATCH, HEADS, QUERIES, KEYS)), "scale": 0.3},
+    "causal and padding": lambda: {"mask": Causal() & TensorMask(_hidden(BATCH, 1, 1, KEYS))},
+    "lengths": lambda: {"mask": Causal() & KeyLengths(torch.tensor([9, 36]))},
+    "documents": lambda: {"mask": Causal() & Documents(torch.arange(KEYS) // 8)},
+    "a function": lambda: {"mask": MaskFunction(lambda b, h, q, k: (q - k) % 3 != 1)},
+    "all": lambda: {
+        "mask": TensorMask(_hidden(BATCH, 1, QUERIES, KEYS)),
+        "bias": TensorBias(torch.randn(HEADS, QUERIES, KEYS)),
+        "sink": torch.randn(HEADS),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", WORDS)
+def test_a_repeated_call_is_ready_and_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    (q, k, v), words = _tensors(dtype=dtype), WORDS[name]()
+    first = attend(q, k, v, **words)
+    _check(q, k, v, **words)
+    assert torch.equal(attend(q, k, v, **words), first)
+    by_token = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    assert torch.equal(attend(*by_token, **words), first)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_elements_that_change_are_read_anew(name: str) -> None:
+    (q, k, v), words = _tensors(), WORDS[name]()
+    attend(q, k, v, **words)
+    other = WORDS[name]()
+    for t in (q, k, v):
+        t.mul_(0.5)
+    assert torch.allclose(attend(q, k, v, **other).double(), _reference(q, k, v, **other), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["padding", "causal and padding", "a mask of all pairs"])
+def test_a_mask_that_was_written_to_is_another_one(name: str) -> None:
+    (q, k, v), words = _tensors(), WORDS[name]()
+    attend(q, k, v, **words)
+    _check(q, k, v, **words)
+    (tensor,) = words["mask"].tensors()
+    tensor[..., 1:20] = False
+    assert _ready(q, k, v, **words) is None
+    assert torch.allclose(attend(q, k, v, **words).double(), _reference(q, k, v, **words), atol=1e-5)
+    _check(q, k, v, **words)
+
+
+def test_a_bias_that_was_written_to_is_read_anew() -> None:
+    (q, k, v), table, sink = _tensors(), torch.randn(QUERIES, KEYS), torch.randn(HEADS)
+    words: dict[str, Any] = {"bias": TensorBias(table), "sink": sink}
+    attend(q, k, v, **words)
+    table.neg_()
+    sink.add_(3)
+    _check(q, k, v, **words)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, QUERIES, KEYS), (BATCH, 1, 1, 1), (HEADS, 1, KEYS), (KEYS,), ()])
+def test_a_bias_that_broadcasts_otherwise_is_another_call(shape: tuple[int, ...]) -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, bias=TensorBias(torch.randn(BATCH, HEADS, QUERIES, KEYS)))
+    words: dict[str, Any] = {"bias": TensorBias(torch.randn(shape))}
+    assert _ready(q, k, v, **words) is None
+    attend(q, k, v, **words)
+    _check(q, k, v, **words)
+
+
+def test_steps_of_decoding_are_ready() -> None:
+    for keys in range(30, 34):
+        q, k, v = _tensors(1, keys)
+        for words in (
+            {"bias": TensorBias(torch.randn(BATCH, 1, 1, keys)), "mask": Causal()},
+            {"bias": Alibi(HEADS), "mask": Causal()},
+            {"sink": torch.randn(HEADS), "mask": Causal()},
+        ):
+            if keys > 30:
+                _check(q, k, v, **words)
+            attend(q, k, v, **words)
+
+
+def test_lengths_are_kept_by_the_number_of_keys_and_the_offset() -> None:
+    mask = Causal() & KeyLengths(torch.tensor([5, 40]))
+    for keys, offset in ((30, None), (31, None), (31, 20), (31, 12)):
+        q, k, v = _tensors(QUERIES, keys)
+        words: dict[str, Any] = {"mask": mask, "offset": offset}
+        assert _ready(q, k, v, **words) is None
+        attend(q, k, v, **words)
+        _check(q, k, v, **words)
+
+
+def test_gradients_go_the_long_way() -> None:
+    (q, k, v), table, sink = _tensors(), torch.randn(QUERIES, KEYS), torch.randn(HEADS)
+    words: dict[str, Any] = {"bias": TensorBias(table), "sink": sink}
+    attend(q, k, v, **words)
+    for t in (q, k, v, table, sink):
+        t.requires_grad_()
+        assert _ready(q, k, v, **words) is None
+        with torch.no_grad():
+            _check(q, k, v, **words)
+        (found,) = torch.autograd.grad(attend(q, k, v, **words).sum(), t)
+        (expected,) = torch.autograd.grad(_reference(q, k, v, **words).sum(), t)
+        assert torch.allclose(found, expected.to(found.dtype), atol=1e-4)
+        t.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"bias": TensorBias(torch.randn(QUERIES + 1, KEYS))},
+        {"bias": TensorBias(torch.randn(HEADS + 1, QUERIES, KEYS))},
+        {"sink": torch.randn(HEADS + 1)},
+        {"sink": [0.0] * HEADS},
+        {"mask": TensorMask(torch.ones(QUERIES, KEYS + 1, dtype=torch.bool))},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_as_ever(words: dict[str, Any]) -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, bias=TensorBias(torch.randn(QUERIES, KEYS)))
+    attend(q, k, v, sink=torch.randn(HEADS))
+    attend(q, k, v, mask=TensorMask(_hidden(QUERIES, KEYS)))
+    with pytest.raises(ProblemError):
+        attend(q, k, v, **words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"bias": T5Bias(torch.randn(32, HEADS))},
+        {"bias": Alibi(HEADS) + TensorBias(torch.randn(QUERIES, KEYS))},
+        {"bias": Alibi(slopes=torch.rand(HEADS))},
+        {"bias": TensorBias(torch.randn(QUERIES + 2, KEYS), offset=KEYS - QUERIES - 1)},
+        {"bias": TensorBias(torch.randn(QUERIES, KEYS)), "backend": "reference"},
+        {"bias": TensorBias(torch.randn(QUERIES, KEYS).neg()), "dropout": 0.5},
+    ],
+    ids=str,
+)
+def test_other_calls_are_not_kept(words: dict[str, Any]) -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, **words)
+    assert not ready_tensors._ready  # pyright: ignore[reportPrivateUsage]
+
+
+def test_dispatch_modes_and_transforms_go_the_long_way() -> None:
+    (q, k, v), table = _tensors(), torch.randn(QUERIES, KEYS)
+    expected = attend(q, k, v, bias=TensorBias(table))
+    many = torch.func.vmap(lambda t: attend(q, k, v, bias=TensorBias(t)))(table[None])
+    assert torch.allclose(many[0], expected, atol=1e-6)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(table, torch.ones_like(table))
+        out = attend(q, k, v, bias=TensorBias(dual))
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+
+
+def test_few_are_kept() -> None:
+    q, k, v = _tensors()
+    for offset in range(ready_tensors.KEPT + 3):
+        attend(q, k, v, mask=KeyLengths(torch.tensor([9, 30])), offset=offset)
+    (alike,) = ready_tensors._ready.values()  # pyright: ignore[reportPrivateUsage]
+    assert 0 < len(alike) <= ready_tensors.KEPT
