@@ -12,7 +12,8 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from regard.cli import cost_view
+from regard.cli import bench, cost_view, evaluate, generate
+from regard.cli import cost as cost_command
 from regard.cli.generate_options import add_cache_options, cache_spec
 from regard.cli.main import main
 from regard.cost import Storage, cost, find_machine, find_model, model_names, storage_names
@@ -101,6 +102,15 @@ def test_the_function_and_the_commands_take_the_same_names_of_caches(name, capsy
     assert (of_command["cache"]["kind"], of_command["cache_bytes"]) == (full, found.cache_bytes)
     args = generate_parser().parse_args(["--cache", name])
     assert cache_spec(args).codec == (None if name == "dense" else codec_named(full))
+
+
+@pytest.mark.parametrize("command", [bench, cost_command, evaluate, generate])
+def test_the_commands_take_short_names_of_types(command):
+    parser = argparse.ArgumentParser()
+    command.add_to(parser.add_subparsers())
+    name = command.__name__.rpartition(".")[2]
+    for short, long in (("bf16", "bfloat16"), ("fp32", "float32"), ("torch.float16", "float16")):
+        assert parser.parse_args([name, "--dtype", short]).dtype == long
 
 
 def generate_parser():

@@ -271,6 +271,23 @@ def test_windows_beside_layers_of_full_attention_keep_the_type_of_the_model(kind
     assert cache.bytes == counted.cache_bytes == counted.step.attention.moved - rows
 
 
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_model_in_pages_stores_and_reads_the_bytes_that_are_counted(tokens):
+    """Its windows are in no pages."""
+    auto = pytest.importorskip("transformers.models.auto")
+    settings = {**SMALL["gemma2"], "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 101, "intermediate_size": 96}
+    config = auto.configuration_auto.CONFIG_MAPPING["gemma2"](**settings, sliding_window=30)
+    model = use_regard(auto.AutoModelForCausalLM.from_config(config).eval())
+    cache = regard_cache(model, layout=Paged(16))
+    with torch.no_grad():
+        model(torch.zeros(2, tokens, dtype=torch.long), use_cache=True, **as_argument(model, cache))
+    read = from_config("m", config.to_dict())
+    counted = cost(read, context=tokens, batch=2, dtype="float32", storage=Storage("float32", page=16))
+    free = 2 * (-tokens % 16) * 2 * (16 + 16) * 4  # of the last page of each row, in the one layer of full attention
+    rows = 3 * 2 * 4 * (16 + 16) * 4  # queries and results of layers, batch rows and heads
+    assert cache.bytes == counted.cache_bytes - free == counted.step.attention.moved - rows
+
+
 def test_every_layer_of_a_qwen3_moe_has_its_window():
     auto = pytest.importorskip("transformers.models.auto")
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 101}

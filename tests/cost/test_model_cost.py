@@ -223,6 +223,35 @@ def test_pages_waste_what_their_last_one_does_not_fill():
     assert cache_bytes(model, 100, storage=Storage(page=16)) == 112 * token_bytes(model)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("fields", [{"window": 60}, {"pattern": "cc", "chunk": 60}])
+def test_windows_and_chunks_are_in_no_pages(fields, kind):
+    model = tiny(**fields)
+    assert any(layer.attention.pattern.is_local for layer in model.layers)
+    in_pages, plain = (cost(model, context=1000, storage=Storage(kind, page=page)) for page in (64, None))
+    assert (in_pages.cache_bytes, in_pages.token_bytes) == (plain.cache_bytes, plain.token_bytes)
+    assert in_pages.step == plain.step
+
+
+def test_a_step_reads_no_free_places_of_a_page():
+    in_pages, plain = (cost("llama-2-7b", context=100, storage=Storage(page=page)) for page in (16, None))
+    assert in_pages.cache_bytes > plain.cache_bytes
+    assert in_pages.step == plain.step
+
+
+@pytest.mark.parametrize("name", ["bf16", "torch.bfloat16"])
+def test_types_have_short_names_and_those_of_torch(name):
+    model, long = find_model("llama-2-7b"), cost("llama-2-7b", context=100, machine="h100")
+    short = cost("llama-2-7b", context=100, machine="h100", dtype=name)
+    assert (short.dtype, short.to_dict()) == ("bfloat16", long.to_dict())
+    assert replace(long, dtype=name) == long
+    assert cache_bytes(model, 100, dtype=name) == long.cache_bytes
+    assert training_memory(model, 100, dtype=name) == long.training_memory
+    for call in (cache_bytes, training_memory):
+        with pytest.raises(ProblemError, match="unknown dtype 'bf61'. Near: bf16"):
+            call(model, 100, dtype="bf61")
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_a_token_of_codes_in_pages_takes_its_share_of_scales(kind):
     model, storage = find_model("llama-2-7b"), Storage(kind, group=64, page=16)
@@ -268,7 +297,7 @@ def test_attention_of_two_calls_has_no_latents():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "llama-2-70b", "dtype": "bf16"}, "unknown dtype 'bf16'. Near: bfloat16"),
+        ({"model": "llama-2-70b", "dtype": "bf61"}, "unknown dtype 'bf61'. Near: bf16"),
         ({"model": "llama-2-70b", "context": 0}, "context 0: expected 1 or more"),
         ({"model": "gpt2", "context": 2048}, "gpt2 has 1,024 learned positions"),
         ({"model": "transformer-base"}, "transformer-base has no longest context: give context"),
@@ -277,7 +306,7 @@ def test_attention_of_two_calls_has_no_latents():
         ({"model": "llama-2-70b", "context": "32k"}, "context '32k': expected a whole number"),
         ({"model": "llama-2-70b", "batch": 1.5}, "batch 1.5: expected a whole number"),
         ({"model": "llama-2-70b", "batch": True}, "batch True: expected a whole number"),
-        ({"model": "llama-2-70b", "dtype": 3}, "unknown dtype '3'. Known: float64"),
+        ({"model": "llama-2-70b", "dtype": 3}, "unknown dtype '3'. Known: bf16, bfloat16"),
         ({"model": "llama-2-70b", "storage": 3}, "storage is 3: expected a name such as 'int8'"),
         ({"model": "llama-2-70b", "machine": 3}, "machine is 3: expected a name such as 'h100'"),
         ({"model": ""}, "the name of the model is empty: expected a published model or a folder"),

@@ -8,6 +8,7 @@ from regard.cli.argument_types import count, threads
 from regard.cli.expression_names import BIASES, MASKS, check_names
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.cli.progress import progress_bars
+from regard.cost.storage_names import float_name
 from regard.errors import ProblemError, RefusalError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--mask", metavar="MASK", help='such as "Causal() & (Window(512) | Prefix(4))" (default: none)')
     parser.add_argument("--bias", metavar="BIAS", help='such as "Alibi(8)" (default: none)')
     parser.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores (default: none)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of q, k and v (default: float32)")
+    parser.add_argument("--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of q, k and v (default: float32)")
     parser.add_argument("--backward", action="store_true", help="the gradients as well")
     parser.add_argument("--backend", metavar="NAME", help="a backend by name (default: regard chooses)")
     parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")

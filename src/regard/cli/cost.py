@@ -12,7 +12,7 @@ from regard import __version__
 from regard.cli.argument_types import chosen_options, count, rate
 from regard.cli.generate_options import SINKS, SINKS_HELP
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_text
-from regard.cost.storage_names import CODECS, DENSE, NAMES
+from regard.cost.storage_names import CODECS, DENSE, NAMES, float_name
 from regard.errors import ProblemError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch rows (default: 1)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help=f"type of the weights (default: {DTYPES[0]})"
+        "--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help=f"type of the weights (default: {DTYPES[0]})"
     )
     parser.add_argument(
         "--machine",

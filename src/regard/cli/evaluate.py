@@ -12,6 +12,7 @@ from regard.cli import generate_options
 from regard.cli.argument_types import chosen_options, count, counts, shares, threads
 from regard.cli.generate import DTYPES
 from regard.cli.outputs import STDOUT, OutputFile, add_force, add_json, check_outputs, output_files
+from regard.cost.storage_names import float_name
 from regard.errors import ProblemError
 from regard.folders import expanded
 from regard.integrate.model_folder import check_name
@@ -43,7 +44,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--model", help="a folder, a name known to transformers, or FILE.py:NAME (default: SmolLM2-135M-Instruct)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: float32)")
+    parser.add_argument("--dtype", type=float_name, choices=DTYPES, help="type of the weights (default: float32)")
     parser.add_argument("--device", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")
     _add_task_options(parser)

@@ -12,6 +12,7 @@ from regard.cli import generate_options
 from regard.cli.argument_types import chosen_options, count, threads
 from regard.cli.outputs import add_force, add_json, check_outputs, output_files
 from regard.cli.prompt import add_prompt, prompt_source, read_prompt
+from regard.cost.storage_names import float_name
 from regard.errors import ProblemError
 from regard.integrate.model_folder import check_name
 
@@ -40,7 +41,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="generate all --max-new-tokens, past the model's end")
     parser.add_argument("--model", help="a folder, or a name known to transformers (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
+    parser.add_argument("--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
     parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")
     generate_options.add_sampling_options(parser)

@@ -10,11 +10,10 @@ from regard.cost.fit import MOST, crossing, largest_batch, largest_context, weig
 from regard.cost.machine import Machine
 from regard.cost.machines import machine_or_none
 from regard.cost.model import Latent, Layer, Model
-from regard.cost.near_names import unknown_name
 from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
 from regard.cost.published import load_model
-from regard.cost.storage import ITEMS, Storage, cache_bytes, check_count, state_bytes, token_bytes
+from regard.cost.storage import ITEMS, Storage, cache_bytes, check_count, state_bytes, token_bytes, type_name
 from regard.cost.storage_names import DENSE
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory
@@ -46,6 +45,7 @@ class ModelCost:
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
             check_count(self, name, 1)
+        object.__setattr__(self, "dtype", type_name(self.dtype))
         if self.model.positions and self.context > (self.model.context or self.context):
             raise ProblemError(
                 f"{self.model.name} has {self.model.context:,} learned positions, and a context of {self.context:,} "
@@ -290,7 +290,7 @@ def cost(
         model: its shapes, the name of a published model, or a folder with a config.json.
         context: tokens of a batch row; None: the longest that the model was made for.
         batch: rows.
-        dtype: type of weights and activations.
+        dtype: type of weights and activations, by the name of torch or a short one such as "bf16".
         storage: how the cache stores keys and values; a name such as "int8" or "bf16", as of `regard cost --cache`, or
             None, or "dense", for `dtype`.
         machine: its limits, or its name; None: no times.
@@ -309,8 +309,7 @@ def cost(
             "regard.cost.Model."
         )
     machine = machine_or_none(machine)
-    if str(dtype) not in ITEMS:
-        raise unknown_name("dtype", str(dtype), list(ITEMS))
+    dtype = type_name(dtype)
     if storage is None or isinstance(storage, str):
         storage = Storage(dtype if storage in (None, DENSE) else storage)
     if not isinstance(cast(object, storage), Storage):

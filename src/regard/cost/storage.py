@@ -11,17 +11,18 @@ The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec
 attention too, layers with a window or chunks keep the model's type (`regard.integrate.cache.RegardCache`), whether the
 others store codes or floats of another type. With a page size, the
 last page of a row counts whole: at least `KVCache.bytes`, which counts its tokens, and at most
-`KVCache.allocated_bytes`, which counts free pages too. `Paged` encodes whole pages, so scales of keys are shared by
+`KVCache.allocated_bytes`, which counts free pages too. Layers with a window or chunks are in no pages, as `Rolling` is
+the layout of a window. A pass reads tokens, and no free places of a page. `Paged` encodes whole pages, so scales of keys are shared by
 gcd(page, group) tokens. Of codes in a window it is an estimate: in `Rolling` a few groups more, or fewer, stay plain.
 Keys and values of cross-attention are always plain and in no pages, as in `regard.integrate.cache.PairedCache`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from regard.cost.model import Attention, Model
 from regard.cost.near_names import unknown_name
-from regard.cost.storage_names import CODECS, FLOATS
+from regard.cost.storage_names import CODECS, FLOATS, float_name
 from regard.errors import ProblemError
 from regard.integers import as_integer
 
@@ -43,8 +44,8 @@ class Storage:
     """How a cache stores keys and values.
 
     Args:
-        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec. bf16 and fp16 are read as
-            bfloat16 and float16.
+        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec. Short names such as
+            bf16 are read as those of torch.
         group, residual, sinks: of the codec, as of `regard.cache.Int8`.
         page: tokens of a page, which counts whole, with a codec a multiple of 16; None: no pages.
 
@@ -59,7 +60,7 @@ class Storage:
     page: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", FLOATS.get(str(self.kind), self.kind))
+        object.__setattr__(self, "kind", float_name(str(self.kind)))
         if self.kind not in (*ITEMS, *CODECS):
             raise unknown_name("storage", str(self.kind), sorted({*ITEMS, *FLOATS, *CODECS}))
         for name, least in (("group", None), ("residual", 0), ("sinks", 0)):
@@ -90,6 +91,21 @@ class Storage:
         return self.group if self.page is None else math.gcd(self.page, self.group)
 
 
+def type_name(dtype: object) -> str:
+    """The name of a type in `ITEMS`, from that name, a short one, or torch's own type.
+
+    Raises:
+        ProblemError: the name is not known.
+
+    >>> type_name("bf16")
+    'bfloat16'
+    """
+    name = float_name(str(dtype))
+    if name not in ITEMS:
+        raise unknown_name("dtype", str(dtype), sorted({*ITEMS, *FLOATS}))
+    return name
+
+
 def check_count(owner: object, name: str, least: int | None) -> None:
     """Replace the field of a frozen dataclass by the same number as a Python int.
 
@@ -114,25 +130,38 @@ def stays_plain(model: Model, a: Attention | None) -> bool:
 
 
 def stored_bytes(a: Attention, context: int, storage: Storage, item: int, *, is_plain: bool = False) -> int:
-    """Bytes of the keys and values of one layer and one batch row.
+    """Bytes of the keys and values of one layer and one batch row, and of the free places of its last page.
 
     Args:
         context: tokens that the layer has seen; a window stores fewer.
         item: bytes of an element of the model's type.
         is_plain: whether the layer keeps the model's type; see `stays_plain`.
     """
+    tokens, storage = bytes_of_tokens(a, context, storage, item, is_plain=is_plain), storage_of(a, storage)
+    if not tokens or storage.page is None:
+        return tokens
+    return tokens + -context % storage.page * a.cached * (item if storage.is_coded else ITEMS[storage.kind])
+
+
+def bytes_of_tokens(a: Attention, context: int, storage: Storage, item: int, *, is_plain: bool = False) -> int:
+    """Bytes of the tokens of one layer and one batch row; the arguments are those of `stored_bytes`."""
     if a.shares_cache or not (a.pattern.causal or a.is_cross):
         return 0
     if a.is_cross:
         return context * a.cached * item
-    tokens = a.pattern.stored(context)
-    free = 0 if storage.page is None else -tokens % storage.page  # of the last page
+    tokens, storage = a.pattern.stored(context), storage_of(a, storage)
     if is_plain or not storage.is_coded:
-        return (tokens + free) * a.cached * (item if is_plain else ITEMS[storage.kind])
+        return tokens * a.cached * (item if is_plain else ITEMS[storage.kind])
     plain, coded = split_tokens(tokens, storage)
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
     codes = sum(coded_bytes(coded, dim, storage, is_key=is_key) for dim, is_key in dims)
-    return (plain + free) * a.cached * item + codes * (1 if a.latent else a.kv_heads)
+    return plain * a.cached * item + codes * (1 if a.latent else a.kv_heads)
+
+
+def storage_of(a: Attention, storage: Storage) -> Storage:
+    """How a layer is stored: one with a window or chunks, and cross-attention, in no pages."""
+    is_whole = a.pattern.window is None and a.pattern.chunk is None and not a.is_cross
+    return storage if is_whole or storage.page is None else replace(storage, page=None)
 
 
 def split_tokens(tokens: int, storage: Storage) -> tuple[int, int]:
@@ -167,6 +196,7 @@ def cache_bytes(
     >>> cache_bytes(find_model("llama-2-70b"), 32768) / 2**30
     10.0
     """
+    dtype = type_name(dtype)
     storage = storage or Storage(dtype)
     item, source = ITEMS[dtype], model.source_length(context)
     each = (
@@ -201,6 +231,7 @@ def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bflo
 
 
 def _stored_token(a: Attention, storage: Storage) -> int:
+    storage = storage_of(a, storage)
     if not storage.is_coded:
         return a.cached * ITEMS[storage.kind]
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]

@@ -10,7 +10,7 @@ from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import attention_weights, mlp_weights
 from regard.cost.products import attention_flops, attention_gradient_flops, latent_flops
 from regard.cost.recurrent import Recurrent
-from regard.cost.storage import ITEMS, Storage, stays_plain, stored_bytes
+from regard.cost.storage import ITEMS, Storage, stays_plain, bytes_of_tokens
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _cached(a: Attention, keys: int, seen: int, call: Call) -> float:
     plain = a.cached * call.item * seen
     if call.storage is None or not a.pattern.causal or a.is_cross:
         return plain
-    stored = stored_bytes(a, keys, call.storage, call.item)
+    stored = bytes_of_tokens(a, keys, call.storage, call.item)
     return stored * seen / max(1, a.pattern.stored(keys)) if stored else plain
 
 
