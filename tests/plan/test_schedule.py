@@ -2,6 +2,7 @@
 
 import time
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Blocks, Causal, Dilated, Documents, Mask, MaskFunction, Prefix, TensorMask, Window
+from regard import (
+    Blocks,
+    Causal,
+    Dilated,
+    Documents,
+    Mask,
+    MaskFunction,
+    Prefix,
+    ProblemError,
+    TensorMask,
+    Window,
+    attend,
+    explain,
+)
 from regard.describe.mask import CallSizes, Rectangles
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -110,6 +124,19 @@ def test_heads_and_batch_rows_that_are_alike_share_a_map():
     assert made(Documents(ids), 64, 64, 0, 16).maps == (1, 1)
     assert made(Documents(ids.expand(BATCH, 64)), 64, 64, 0, 16).maps == (BATCH, 1)
     assert made(MaskFunction(lambda b, h, q, k: k <= q + h), 64, 64, 0, 16).maps == (1, HEADS)
+
+
+@pytest.mark.parametrize("kind", [TensorMask, lambda table: Blocks(table, 1)])
+def test_heads_and_batch_rows_that_repeat_a_table_share_a_map(kind: Any):
+    table = torch.rand(64, 64) < 0.7
+    q = torch.randn(BATCH, HEADS, 64, 8)
+    out = attend(q, q, q, mask=kind(table))
+    for repeated in (table.expand(BATCH, HEADS, -1, -1), table.repeat(BATCH, 1, 1, 1).expand(-1, HEADS, -1, -1)):
+        plan = explain(q, q, q, mask=kind(repeated))
+        assert plan.schedule.maps == (BATCH if repeated.stride(0) else 1, 1)
+        assert torch.equal(attend(q, q, q, mask=kind(repeated)), out)
+    with pytest.raises(ProblemError, match=f"for {BATCH} batch rows and {HEADS + 1} heads"):
+        attend(q, q, q, mask=kind(table.expand(BATCH, HEADS + 1, -1, -1)))
 
 
 def test_a_query_before_the_first_key_sees_nothing():

@@ -144,7 +144,8 @@ class Blocks(Mask):
                 f"{self!r} covers positions below {rows} x {columns}, and the call has queries at {sizes.offset} to "
                 f"{sizes.positions - 1} and {sizes.keys} keys."
             )
-        return self
+        once = _each_map_once(self.layout)
+        return self if once is self.layout else self.with_fields(layout=once)
 
 
 @spec
@@ -283,7 +284,7 @@ class TensorMask(Mask):
                 f"{self!r} has rows for queries at {first} to {first + rows - 1}, and the call has queries at "
                 f"{sizes.offset} to {sizes.positions - 1}."
             )
-        return self.with_fields(offset=first)
+        return self.with_fields(mask=_each_map_once(self.mask), offset=first)
 
     def _first(self) -> int:
         *_, rows, columns = _sizes_in_4d(self.mask)
@@ -313,6 +314,14 @@ def _check_rows(name: str, mask: Mask, table: Tensor, sizes: CallSizes) -> None:
             f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {sizes.batch} and "
             f"{sizes.heads}: {name} broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
         )
+
+
+def _each_map_once(table: Tensor) -> Tensor:
+    """The table with one element in place of batch rows or heads that `expand` repeats: they share a schedule."""
+    for axis in range(table.ndim - 2):
+        if table.shape[axis] > 1 and not table.stride(axis):
+            table = table.narrow(axis, 0, 1)
+    return table
 
 
 def _sizes_in_4d(table: Tensor) -> tuple[int, int, int, int]:

@@ -179,7 +179,9 @@ def _mask_shape(request: Request) -> tuple[int, int]:
         return 1, 1
     (batch, heads, queries), keys = whole.q.shape[:3], whole.k.shape[2]
     offset = keys - queries if whole.offset is None else whole.offset
-    return broadcast_shape_of(bound_to(whole.mask, CallSizes(batch, heads, queries, keys, offset)))
+    bound = broadcast_shape_of(bound_to(whole.mask, CallSizes(batch, heads, queries, keys, offset)))
+    own = broadcast_shape_of(whole.mask)  # of a table that was expanded, whose sizes must be those of each rank's call
+    return max(bound[0], own[0]), max(bound[1], own[1])
 
 
 def _local_sink(sink: Tensor | None, q: DTensor) -> Tensor | None:
