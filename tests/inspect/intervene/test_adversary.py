@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regard import attend
+from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.adversary import adversary
 from regard.inspect.intervene.rows import divergence
@@ -98,3 +98,14 @@ def test_gradients_of_the_model_stay_as_they_were():
     adversary(model, lambda: model(ids)[:, -1], [(1, 2)], steps=2, starts=1)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert math.isclose(0.693, math.log(2), abs_tol=1e-3)
+
+
+def test_a_value_that_is_nan_reaches_the_rows_alone_that_see_it():
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    found: list[torch.Tensor] = []
+    for last in (torch.nan, 0.0):
+        v[:, :, 5] = last
+        predict = lambda v=v.clone(): attend(q, k, v, mask=Causal())[:, :, 3].flatten(1)  # noqa: E731
+        found.append(adversary(None, predict, [(0, 0), (0, 1)], [3, 5], epsilon=0.2, steps=9, starts=1).divergence)
+    assert found[0].min() > 0.01
+    assert torch.equal(*found)

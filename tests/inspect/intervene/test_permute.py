@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import attend
+from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.permute import permuted, shuffle_weights
 from regard.inspect.intervene.rows import observe_rows
@@ -61,3 +61,14 @@ def test_hidden_values_that_are_nan_move_nothing():
         permuted(model, lambda v=v: model(x, v)[:, 3], [(0, 0), (1, 1)], [3], draws=9).median for v in (torch.nan, 0.0)
     )
     assert torch.equal(found, clean)
+
+
+def test_a_value_that_is_nan_reaches_the_rows_alone_that_see_it():
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    found: list[torch.Tensor] = []
+    for last in (torch.nan, 0.0):
+        v[:, :, 5] = last
+        predict = lambda v=v.clone(): attend(q, k, v, mask=Causal())[:, :, 3].flatten(1)  # noqa: E731
+        found.append(permuted(None, predict, [(0, 0), (0, 1)], [3, 5], draws=9).distances)
+    assert found[0].max() > 0.01
+    assert torch.equal(*found)

@@ -117,13 +117,29 @@ def with_rows(subject: Baseline, other: Mapping[Site, Tensor]) -> Generator[None
         heads = torch.tensor(subject.own[site].heads, device=call.out.device)
         rows = torch.tensor(subject.rows, device=call.out.device)
         v = call.v[:, heads // (call.out.shape[1] // call.v.shape[1])]  # [batch, chosen heads, keys, v_dim]
-        seen = subject.own[site].allowed[..., :-1].any(2)  # [batch, chosen heads, keys]; other values may be NaN
-        new = other[site][..., :-1] @ v.masked_fill(~seen[..., None], 0.0).to(other[site].dtype)
+        new = _weighted(other[site][..., :-1], v, subject.own[site].allowed[..., :-1])
         batch = torch.arange(call.out.shape[0], device=call.out.device)[:, None, None]
         return call.out.index_put((batch, heads[None, :, None], rows[None, None]), new.to(call.out.dtype))
 
     with edit_outputs(subject.model, change, subject.heads):
         yield
+
+
+def _weighted(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """`weights @ v`, row by row: a value that a row does not see may be NaN, and then its weight of 0 hides nothing.
+
+    A row that sees such a value has no gradient: the prediction reads no such row, and 0 * NaN would be its gradient.
+
+    Args:
+        weights, allowed: [batch, chosen heads, rows, keys].
+        v: [batch, chosen heads, keys, v_dim].
+    """
+    found: list[Tensor] = []
+    for own, seen in zip(weights.split(1, 2), allowed.split(1, 2), strict=True):
+        values = v.masked_fill(~seen.mT, 0.0).to(own.dtype)
+        is_finite = values.isfinite().all(-1).all(-1)[..., None, None]
+        found.append(torch.where(is_finite, own, own.detach()) @ values)
+    return torch.cat(found, 2)
 
 
 def prediction_shift(subject: Baseline, other: Mapping[Site, Tensor]) -> Tensor:
