@@ -476,3 +476,28 @@ def test_the_position_of_an_encoder_can_be_assigned():
     assert torch.equal(later(tokens), made(tokens))
     with pytest.raises(ProblemError, match="expected a position that is added to embeddings"):
         cast(Any, later).position = Rope(8)
+
+
+class WithPositionsOfItsOwn(Encoder):
+    """What a subclass may write: a module in place of the spec, which its own `forward` calls."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, WIDTH, 1, HEADS)
+        cast(Any, self).position = nn.Embedding(13, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = self.embedding(tokens) + cast(Any, self.position)(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_subclass_with_its_own_forward_may_have_a_module_as_position():
+    model = WithPositionsOfItsOwn()
+    model(some_tokens(2, 7)).sum().backward()
+    assert model.state_dict()["position.weight"].shape == (13, WIDTH)
+    assert cast(Any, model.position).weight.grad[:7].any()
+    with pytest.raises(ProblemError, match="expected a position that is added to embeddings"):
+        cast(Any, model).position = Rope(8)
+    with pytest.raises(ProblemError, match="expected a position that is added to embeddings"):
+        cast(Any, Encoder(VOCABULARY, WIDTH, 1, HEADS)).position = nn.Embedding(13, WIDTH)

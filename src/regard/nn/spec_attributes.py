@@ -12,6 +12,7 @@ class SpecAttributes(nn.Module):
     """A module whose specs can be assigned as they are given to the constructor: a spec, a `SpecModule` or None.
 
     A module that has the `spec` of a `SpecModule`, such as torch's wrappers for activation checkpointing, is one too.
+    In a subclass with a `forward` of its own, an attribute may also be any other module, which that `forward` uses.
 
     >>> from regard import Alibi, Causal
     >>> from regard.nn import MultiHeadAttention
@@ -31,6 +32,12 @@ class SpecAttributes(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._spec_names:
             is_module = isinstance(value, nn.Module) and isinstance(getattr(value, "spec", None), Spec)
-            self._check_spec(name, value.spec if is_module else value)
-            value = value if is_module else as_module(cast(Any, value))
+            if is_module or not isinstance(value, nn.Module) or self._uses_specs():
+                self._check_spec(name, value.spec if is_module else value)
+                value = value if is_module else as_module(cast(Any, value))
         super().__setattr__(name, value)
+
+    def _uses_specs(self) -> bool:
+        """Whether `forward` is that of the class that checks the specs."""
+        checking: Any = next(kind for kind in type(self).__mro__ if "_check_spec" in vars(kind))
+        return type(self).forward is checking.forward
