@@ -554,3 +554,41 @@ def test_specs_can_be_assigned():
     for name, wrong, says in (("mask", "causal", "the text 'causal'"), ("position", Rope(6), r"Rope\(4\)")):
         with pytest.raises(ProblemError, match=says):
             setattr(later, name, wrong)
+
+
+def of_rank(module: LatentAttention, rank: int, ranks: int, names: tuple[str, ...]) -> LatentAttention:
+    """The module of a rank: these projections have its share of the heads, as `ColwiseParallel` leaves them."""
+    module = copy.deepcopy(module)
+    for name in names:
+        linear: Any = getattr(module, name)
+        if linear is not None:
+            part = linear.weight.chunk(ranks, dim=1 if name == "o_proj" else 0)[rank]
+            linear.weight = torch.nn.Parameter(part.clone())
+    return module
+
+
+COLUMNS = ("q_proj", "q_up", "k_up", "v_up")
+PLACED = ["as in the paper", "queries made of x", "without a part with position", "fewer key heads"]
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+@pytest.mark.parametrize("kind", PLACED)
+def test_heads_may_be_those_of_a_rank(kind: str, absorbed: bool):
+    module, x, ranks = made(kind), tokens(), 3
+    shares = [of_rank(module, rank, ranks, (*COLUMNS, "o_proj")) for rank in range(ranks)]
+    found = sum(share(x, absorbed=absorbed) for share in shares)
+    torch.testing.assert_close(found, module(x, absorbed=absorbed), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_shares_of_heads_that_do_not_fit_are_refused(absorbed: bool):
+    for names, message in (
+        (("k_up", "v_up"), "gives 6 of 6 query heads, and ._up 2 of 6 key heads: expected the same share of both"),
+        (("q_proj",), "gives 2 of 6 query heads, and ._up 6 of 6 key heads"),
+    ):
+        share = of_rank(made("queries made of x"), 0, 3, names)
+        with pytest.raises(ProblemError, match=message):
+            share(tokens(), absorbed=absorbed)
+    share = of_rank(made("fewer key heads", rope_heads=3), 0, 3, COLUMNS)
+    with pytest.raises(ProblemError, match="2 of 6 query heads, and 3 heads of the key part with position"):
+        share(tokens(), absorbed=absorbed)

@@ -279,7 +279,7 @@ class LatentAttention(SinkModule, SpecAttributes):
             assert self.q_up is not None
             q = self.q_down(x)
             q = self.q_up(q if self.q_norm is None else self.q_norm(q))
-        return q.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return _split(q, self.nope_dim + self.rope_dim)
 
     def _entries(self, x: Tensor) -> Tensor:
         """The cache entry of each token before RoPE: [batch, tokens, kv_rank + rope_heads * rope_dim]."""
@@ -292,13 +292,14 @@ class LatentAttention(SinkModule, SpecAttributes):
     ) -> Tensor:  # fmt: skip
         entries = keys if isinstance(keys, Tensor) else keys.dense()
         latent, k_rope = entries[:, 0].split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
-        v = self.v_up(latent).unflatten(2, (self.kv_heads, -1)).transpose(1, 2)
+        v = _split(self.v_up(latent), self.v_dim)
+        self._check_heads(q_nope.shape[1], v.shape[1], "v_up")
         parts: list[Tensor] = []
         if self.k_up is not None:
-            parts.append(self.k_up(latent).unflatten(2, (self.kv_heads, -1)).transpose(1, 2))
+            parts.append(_split(self.k_up(latent), self.nope_dim))
         if self.rope_dim:
             shared = k_rope.unflatten(2, (self.rope_heads, 1, self.rope_dim))
-            shared = shared.expand(-1, -1, -1, self.kv_heads // self.rope_heads, -1)
+            shared = shared.expand(-1, -1, -1, v.shape[1] // self.rope_heads, -1)
             parts.append(shared.flatten(2, 3).transpose(1, 2))
         return self._attend(torch.cat([q_nope, q_rope], -1), torch.cat(parts, -1), v, mask)
 
@@ -313,20 +314,40 @@ class LatentAttention(SinkModule, SpecAttributes):
         if self.k_up is None and isinstance(keys, Tensor):
             q, keys = q[..., self.kv_rank :], keys[..., self.kv_rank :]
         out = self._attend(q, keys, values, mask)
-        up = self.v_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, v_dim, kv_rank]
-        return torch.einsum("bgrnc,gdc->bgrnd", out.unflatten(1, (self.kv_heads, -1)), up).flatten(1, 2)
+        up = self.v_up.weight.unflatten(0, (-1, self.v_dim))  # [kv_heads, v_dim, kv_rank]
+        self._check_heads(out.shape[1], len(up), "v_up")
+        return torch.einsum("bgrnc,gdc->bgrnd", out.unflatten(1, (len(up), -1)), up).flatten(1, 2)
 
     def _to_latents(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
         """Queries for cache entries, [batch, heads, tokens, kv_rank + rope_heads * rope_dim]."""
         if self.k_up is None:
             latent = q_rope.new_zeros((*q_rope.shape[:3], self.kv_rank))
         else:
-            up = self.k_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, nope_dim, kv_rank]
-            grouped = q_nope.unflatten(1, (self.kv_heads, -1))
+            up = self.k_up.weight.unflatten(0, (-1, self.nope_dim))  # [kv_heads, nope_dim, kv_rank]
+            self._check_heads(q_nope.shape[1], len(up), "k_up")
+            grouped = q_nope.unflatten(1, (len(up), -1))
             latent = torch.einsum("bgrnd,gdc->bgrnc", grouped, up).flatten(1, 2)
         if not self.rope_dim:
             return latent
         return torch.cat([latent, q_rope if self.rope_heads == 1 else self._placed(q_rope)], -1)
+
+    def _check_heads(self, heads: int, kv_heads: int, up: str) -> None:
+        """Raise `ProblemError` unless there are all heads, or those of a rank whose projections are `ColwiseParallel`.
+
+        Args:
+            heads: of the queries.
+            kv_heads: that the projection `up` gives.
+        """
+        if heads * self.kv_heads != kv_heads * self.heads:
+            raise ProblemError(
+                f"q_proj or q_up gives {heads} of {self.heads} query heads, and {up} {kv_heads} of {self.kv_heads} key "
+                "heads: expected the same share of both, as where all three are ColwiseParallel."
+            )
+        if self.rope_heads > 1 and heads != self.heads:
+            raise ProblemError(
+                f"{heads} of {self.heads} query heads, and {self.rope_heads} heads of the key part with position, which "
+                "are not cut by rank: expected all heads, or rope_heads=1."
+            )
 
     def _placed(self, q_rope: Tensor) -> Tensor:
         """Queries [batch, heads, tokens, rope_dim] in the dimensions of their rope head, 0 in all others."""
@@ -415,3 +436,8 @@ class LatentAttention(SinkModule, SpecAttributes):
             raise ProblemError(f"position={spec!r}: expected {expected}.")
         if isinstance(spec, RopePairs) and len(spec.pairs) not in (1, self.rope_heads):
             raise ProblemError(f"{spec!r} chooses pairs for {len(spec.pairs)} heads, and rope_heads={self.rope_heads}.")
+
+
+def _split(x: Tensor, dim: int) -> Tensor:
+    """[batch, tokens, heads * dim] as [batch, heads, tokens, dim]: all heads, or those of a rank."""
+    return x.unflatten(2, (-1, dim)).transpose(1, 2)
