@@ -33,7 +33,7 @@ from regard.plan.problem import Problem, is_first_of
 from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import is_any_autocast_enabled, is_lazy_zero
+from regard.torch_internals import is_any_autocast_enabled, is_lazy_zero, skip_frames
 from regard.wide import autocast_dtype
 
 
@@ -301,6 +301,9 @@ def _run(request: Request, key: ready.AnyKey | None = None) -> State:
     if key is not None:
         ready.keep(key, request.mask, request.offset, request.bias, plan, operands)
     return pass_to_observers(observers, request, plan, operands, state) if observers else state
+
+
+skip_frames(_run)  # where torch.compile breaks the graph, it would compile what plans the call
 
 
 def _without_lazy_zeros(request: Request) -> Request:

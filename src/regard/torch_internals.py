@@ -181,6 +181,12 @@ _tangent_transform: object = _find(
     "inside torch.func.jvp an append to a cache fails with torch's own error, and flex_attention misreads masks",
 )
 
+_map_transform: object = _find(
+    "torch._C._functorch.TransformType.Vmap",
+    None,
+    "torch.vmap of a compiled flex_attention fails with torch's own error",
+)
+
 
 def in_func_grad() -> bool:
     """Whether `torch.func.grad`, `vjp` or `jacrev` is at work, at any level."""
@@ -189,6 +195,14 @@ def in_func_grad() -> bool:
 
 # as `torch.compiler.assume_constant_result` does, which loads torch's compiler (torch 2.0); dynamo guards on the levels
 in_func_grad._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def in_func_vmap() -> bool:
+    """Whether `torch.vmap` is at work, at any level."""
+    return any(each.key() == _map_transform for each in _func_transforms() or ())
+
+
+in_func_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def in_func_derivative() -> bool:

@@ -166,6 +166,35 @@ def test_a_mask_that_vmap_maps_over_inside_a_derivative_is_refused_in_words():
         gradients_each(call, *drawn())
 
 
+@pytest.mark.parametrize("make", [create_block_mask, of_torch.create_block_mask], ids=["regard", "torch"])
+def test_a_mask_that_vmap_maps_over_is_refused_in_words(make: Callable[..., BlockMask]):
+    q, k, v, _ = drawn()
+
+    def call(lengths: Tensor) -> Tensor:
+        return flex_attention(q, k, v, None, make(lambda b, h, q, k: k < lengths[h], 1, HEADS, TOKENS, TOKENS, "cpu"))
+
+    compiled = [torch.compile(torch.vmap(call), backend="eager")] if make is create_block_mask else []
+    for run in (torch.vmap(call), *compiled):
+        with pytest.raises(RefusalError, match=r"a mask_mod reads a tensor that torch\.vmap maps over: a mask is read"):
+            run(torch.tensor([[3, 5], [7, 2]]))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mod", ["none", "a factor of a head"])
+def test_vmap_of_a_compiled_call_breaks_the_graph_and_is_right(mod: str):
+    def call(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return flex_attention(q, k, v, None if mod == "none" else lambda *args: MODS[mod](t, *args), MASK)
+
+    def compiled(**options: Any) -> Any:
+        torch.compiler.reset()
+        return torch.compile(lambda *given: mapped(call, *given), backend="eager", **options)(*drawn())
+
+    torch.testing.assert_close(compiled(), mapped(call, *drawn()))
+    with pytest.raises(Exception, match=r"inside of torch\.vmap is no part of a graph: call torch\.compile without full"):
+        compiled(fullgraph=True)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("shape", [(), (HEADS,)])
 def test_a_function_that_reads_the_meta_device_is_refused_in_words(shape: tuple[int, ...]):
     empty, (q, k, v, _) = torch.empty(shape, device="meta"), drawn()

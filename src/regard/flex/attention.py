@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
@@ -15,7 +16,7 @@ from regard.flex.compiled import compute_compiled
 from regard.flex.outside_derivatives import outside_derivatives
 from regard.flex.read_block_mask import mask_of_block_mask
 from regard.flex.trace import Mod
-from regard.torch_internals import skip_frames
+from regard.torch_internals import in_func_vmap, skip_frames
 
 
 def flex_attention(
@@ -75,7 +76,7 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
     if key.dtype != query.dtype or value.dtype != query.dtype:  # keys and values of a narrower type
         key, value = key.to(query.dtype), value.to(query.dtype)
-    run = compute_compiled if torch.compiler.is_dynamo_compiling() else _compute
+    run = (_compute_mapped if in_func_vmap() else compute_compiled) if is_dynamo_compiling() else _compute
     wants_max = return_aux is not None and return_aux.max_scores
     out, lse, most = run(query, key, value, score_mod, block_mask, scale, wants_max)
     if return_aux is not None:
@@ -99,5 +100,9 @@ def _compute(
             mask = mask_of_block_mask(block_mask, sizes, query.device)
     return compute(query, key, value, score_mod, mask, scale, wants_max)
 
+
+_compute_mapped: Any = torch.compiler.disable(
+    _compute, reason="flex_attention inside of torch.vmap is no part of a graph: call torch.compile without fullgraph=True"
+)
 
 skip_frames(_compute)  # where torch.compile breaks the graph, it would compile what traces the functions

@@ -17,7 +17,7 @@ from regard.flex.mod_mask import is_opaque, mask_of_mod
 from regard.flex.outside_derivatives import outside_derivatives
 from regard.flex.read_block_mask import mark_as_following, remember
 from regard.flex.trace import Mod
-from regard.torch_internals import skip_frames
+from regard.torch_internals import in_func_vmap, skip_frames
 
 
 def create_block_mask(
@@ -67,6 +67,9 @@ def create_block_mask(
     if not separate_full_blocks:
         options["separate_full_blocks"] = False  # torch 2.11 lacks it
     compiling = torch.compiler.is_dynamo_compiling()
+    sizes = CallSizes(batch, heads, queries, keys, 0)
+    if compiling and in_func_vmap():
+        return _create_mapped(mask_mod, sizes, place, block, separate_full_blocks)
     if options.keys() - {"separate_full_blocks"} or compiling:
         make: Any = of_torch.create_block_mask
         made = make(mask_mod, B, H, Q_LEN, KV_LEN, place, block, **options)  # in a graph only if the lists are used
@@ -74,7 +77,7 @@ def create_block_mask(
             mark_as_following(made)
         return made
     with outside_derivatives():
-        return _create(mask_mod, CallSizes(batch, heads, queries, keys, 0), place, block, separate_full_blocks)
+        return _create(mask_mod, sizes, place, block, separate_full_blocks)
 
 
 def _create(
@@ -95,6 +98,10 @@ def _create(
         remember(made, mask, sizes, some & ~whole, whole)
     return made
 
+
+_create_mapped: Any = torch.compiler.disable(
+    _create, reason="create_block_mask inside of torch.vmap is no part of a graph: call it before, outside of vmap"
+)
 
 skip_frames(_create)  # where torch.compile breaks the graph, it would compile what traces the function
 

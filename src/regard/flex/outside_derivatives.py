@@ -27,7 +27,12 @@ def outside_derivatives() -> Generator[None]:
     except NotImplementedError as error:
         if "BatchedTensor" not in str(error):
             raise
-        raise RefusalError(
-            "a mask_mod reads a tensor that torch.vmap maps over, inside of a derivative: a mask is read once for all "
-            "that vmap maps over. Make what it reads outside of vmap, and what vmap would map over batch rows."
-        ) from error
+        raise mapped_mask(", inside of a derivative") from error
+
+
+def mapped_mask(where: str = "") -> RefusalError:
+    """The error for a `mask_mod` that reads a tensor which `torch.vmap` maps over."""
+    return RefusalError(
+        f"a mask_mod reads a tensor that torch.vmap maps over{where}: a mask is read once for all that vmap maps over. "
+        "Make what it reads outside of vmap, and what vmap would map over batch rows."
+    )

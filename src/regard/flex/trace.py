@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from regard.describe.mask import Positions, as_tensors
 from regard.describe.term import Captured, Constant, Op, Term, Variable
 from regard.errors import ProblemError
-from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor
+from regard.flex.outside_derivatives import mapped_mask
+from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor, is_batched, without_gradient_wrappers
 
 Mod = Callable[..., Tensor]
 
@@ -94,6 +95,7 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
 
     Raises:
         ProblemError: the function reads a tensor without elements, on the meta device.
+        RefusalError: it reads a tensor that `torch.vmap` maps over.
     """
     zeros = {name: torch.zeros((), dtype=torch.int64, device=device) for name in names}
     arguments = (
@@ -105,6 +107,8 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
     with torch.enable_grad(), recorder, IndexByTensor():
         result = mod(*arguments.values())
     _check_captured(recorder, "mask_mod" if score is None else "score_mod", device)
+    if isinstance(result, Tensor) and is_batched(without_gradient_wrappers(result)):
+        raise mapped_mask()  # inside torch.func a score_mod is not traced
     captured = tuple(tensor for tensor, _ in recorder.captured.values())
     if recorder.is_read or not isinstance(cast(object, result), Tensor):
         return Traced(None, frozenset(arguments), captured)
