@@ -18,6 +18,7 @@ from regard import (
     MaskFunction,
     ProblemError,
     RefusalError,
+    Rope,
     TensorBias,
     Window,
     attend,
@@ -25,7 +26,7 @@ from regard import (
     explain,
 )
 from regard.extend import spec
-from regard.nn import Decoder, MultiHeadAttention
+from regard.nn import Decoder, LatentAttention, MultiHeadAttention
 from regard.parallel import context_parallel
 from tests.integrate.zoo import with_cache
 
@@ -258,6 +259,39 @@ def heads_and_sequence(rank: int, size: int, *, tokens: int) -> None:
         grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         dist.all_reduce(grad, group=mesh["sequence"].get_group())
         torch.testing.assert_close(grad, expected[name], atol=2e-6, rtol=2e-5)
+
+
+def latent_heads(rank: int, size: int, *, tokens: int) -> None:
+    """Each rank has two heads of latent attention: its outputs, and gradients, are those of one process."""
+    mesh, generator = init_device_mesh("cpu", (4,)), torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    module = LatentAttention(24, 8, kv_rank=6, nope_dim=5, rope_dim=4, v_dim=3, position=Rope(4), mask=Causal())
+    x = torch.randn(2, tokens, 24, generator=generator)
+    expected = module(x)
+    expected.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    plan: Any = {**{name: ColwiseParallel() for name in ("q_proj", "k_up", "v_up")}, "o_proj": RowwiseParallel()}
+    found = parallelize_module(module, mesh, plan)(x)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    found.square().sum().backward()
+    for name in ("q_proj", "k_up", "v_up", "o_proj"):
+        gradient = cast(Any, module).get_submodule(name).weight.grad.full_tensor()
+        torch.testing.assert_close(gradient, gradients[f"{name}.weight"], atol=2e-5, rtol=2e-5)
+
+
+def rotated(rank: int, size: int, *, placements: tuple[Any, ...], tokens: int) -> None:
+    """DTensors are rotated by the positions in the whole sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x, rope = torch.randn(2, 4, tokens, 8, generator=torch.Generator().manual_seed(1)), Rope(8)
+    for positions in (None, 3, torch.arange(2 * tokens).view(2, tokens)):
+        whole, sharded = x.clone().requires_grad_(), distribute_tensor(x, mesh, placements).requires_grad_()
+        expected, found = rope.rotate(whole, positions), rope.rotate(sharded, positions)
+        assert found.placements == placements
+        torch.testing.assert_close(found.full_tensor(), expected)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
 
 
 def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | None, tokens: int) -> None:

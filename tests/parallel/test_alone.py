@@ -13,12 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from regard import Causal, ProblemError, RefusalError, TensorBias, attend, observe_calls
+from regard import Causal, ProblemError, RefusalError, Rope, TensorBias, attend, observe_calls
 from regard.cache import KVCache, Rolling
 from regard.errors import KeywordError
 from regard.extend import Bias, spec
+from regard.nn import LatentAttention
 from regard.parallel import Layout, ShardedCache, attend_on_mesh, attend_sharded, ring_attend, ulysses_attend
+from regard.parallel.context import Shard as ContextShard
 from regard.parallel.ranks import Ranks
 from tests.parallel.comparing import some
 
@@ -256,3 +260,40 @@ def test_a_weight_that_a_bias_reads_and_has_not_is_refused_where_it_learns():
         ring_attend(*qkv(), bias=ByModule(rate, module))
     ring_attend(*qkv(), bias=ByModule(rate, module.requires_grad_(requires_grad=False))).sum().backward()
     assert rate.grad is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_latent_attention_takes_projections_by_columns():
+    mesh = init_device_mesh("cpu", (1,))
+    module, x = LatentAttention(24, 4, kv_rank=6, nope_dim=5, rope_dim=4, v_dim=3, position=Rope(4)), torch.randn(2, 7, 24)
+    expected, names = module(x), ("q_proj", "k_up", "v_up")
+    plan: dict[str, Any] = {**{name: ColwiseParallel() for name in names}, "o_proj": RowwiseParallel()}
+    torch.testing.assert_close(parallelize_module(module, mesh, plan)(x), expected)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
+def test_dtensors_are_rotated_by_their_positions_in_the_whole(placement: Any, interleaved: bool):
+    mesh, rope, x = init_device_mesh("cpu", (1,)), Rope(8, interleaved=interleaved, fraction=0.5), torch.randn(2, 4, 7, 8)
+    for positions in (None, 5, torch.arange(3, 10), torch.arange(14).view(2, 7)):
+        sharded = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        found = rope.rotate(sharded, positions)
+        found.sum().backward()
+        assert found.placements == (placement,)
+        torch.testing.assert_close(found.full_tensor(), rope.rotate(x, positions))
+        whole = x.clone().requires_grad_()
+        rope.rotate(whole, positions).sum().backward()
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_derivatives_of_what_is_gathered_are_refused_in_words_where_there_are_none():
+    shard, x = ContextShard(Layout.contiguous(5, 1), 0, None), torch.randn(1, 5, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(shard.unshard(x.square()).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 4 * x**3)
+    with pytest.raises(RefusalError, match="the gradient of unshard was differentiated, and a second derivative would"):
+        grad.sum().backward()
+    for function, name in ((shard.unshard, "unshard"), (shard.sum, "the sum over ranks")):
+        with forward_ad.dual_level(), pytest.raises(RefusalError, match=f"{name} got a tensor with a tangent"):
+            function(forward_ad.make_dual(x.detach(), torch.ones_like(x)))

@@ -27,6 +27,15 @@ def test_sharded_dtensors_are_attended_where_they_are(
     ranks.run(model_cases.placed, placements=placements, mask=mask, tokens=13)
 
 
+@pytest.mark.parametrize("placements", [(Shard(2), Shard(1)), (Shard(0), Shard(2)), (Replicate(), Shard(2))])
+def test_sharded_dtensors_are_rotated_where_they_are(ranks: Workers, placements: tuple[object, ...]) -> None:
+    ranks.run(model_cases.rotated, placements=placements, tokens=13)
+
+
+def test_latent_attention_composes_with_tensor_parallelism_of_heads(ranks: Workers) -> None:
+    ranks.run(model_cases.latent_heads, tokens=13)
+
+
 def test_a_mask_of_a_user_may_differ_between_heads_that_are_not_sharded(ranks: Workers) -> None:
     mask = model_cases.WiderHeads(2)
     ranks.run(model_cases.placed, placements=(Shard(0), Shard(2)), mask=mask, tokens=13)

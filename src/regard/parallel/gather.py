@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
+from regard.parallel.derivatives import no_tangents
 from regard.parallel.layout import Layout
 
 
@@ -48,11 +48,32 @@ class _Gathered(torch.autograd.Function):
         return layout.unshard([part.narrow(dim, 0, n) for part, n in zip(parts, layout.counts, strict=True)], dim)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return ctx.layout.shard(grads[0], ctx.rank, ctx.dim).contiguous(), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        part = _Part.apply(grads[0], ctx.layout, ctx.rank, ctx.dim)
+        return part, None, None, None, None  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise no_tangents("unshard")
+
+
+class _Part(torch.autograd.Function):
+    """A rank's part of a gradient of the whole; its own gradient would need those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+        return layout.shard(whole, rank, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RefusalError(
+            "the gradient of unshard was differentiated, and a second derivative would need the gradients of all "
+            "ranks: compute what is differentiated twice on one rank, from tensors that are not sharded."
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise no_tangents("the gradient of unshard")
 
 
 class _Summed(torch.autograd.Function):
@@ -65,3 +86,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise no_tangents("the sum over ranks")
