@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
-from regard import ProblemError, RegardError, scaled_dot_product_attention
+from regard import ProblemError, RefusalError, RegardError, attend, scaled_dot_product_attention
 from regard.errors import TorchError
 
 
@@ -245,3 +245,12 @@ def test_what_torch_calls_an_error_is_one(name: str):
 def test_an_error_is_caught_as_torchs_and_as_ours(kind: type[Exception]):
     with pytest.raises(kind, match="4 keys"):
         scaled_dot_product_attention(r(1, 1, 2, 8), r(1, 1, 4, 8), r(1, 1, 3, 8))
+
+
+def test_a_second_derivative_is_refused_with_the_function_that_has_it():
+    q = torch.randn(1, 2, 5, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(scaled_dot_product_attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RefusalError, match=r'name backend="reference".*takes no backend: call regard\.attend in its pl'):
+        grad.square().sum().backward()
+    (grad,) = torch.autograd.grad(attend(q, q, q, backend="reference").sum(), q, create_graph=True)
+    grad.square().sum().backward()

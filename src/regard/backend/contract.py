@@ -202,6 +202,7 @@ def refuse_batched(name: str, *grads: Tensor | None) -> None:
 
 
 _IN_A_PROGRAM = (
+    "regard.scaled_dot_product_attention takes no backend: call regard.attend in its place. "
     "Where regard.everywhere runs torch's attention, call it inside of "
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH). A model of transformers needs "
     'model.set_attn_implementation("eager").'
