@@ -1136,3 +1136,18 @@ def test_a_users_backend_draws_the_same_in_the_backward_pass_of_a_traced_call():
         assert torch.allclose((dv * v).sum(), out.sum(), rtol=1e-4)
     finally:
         del BACKENDS["drawing"]
+
+
+def test_key_heads_that_data_decide_are_checked_when_the_graph_runs():
+    def some(q: Tensor, count: Tensor) -> Tensor:
+        k = q[:, : int(count)]
+        return attend(q, k, k, mask=Causal())
+
+    q = torch.randn(1, 4, 9, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = compiled(some)
+        for count in (2, 4, 1):
+            assert torch.allclose(graph(q, torch.tensor(count)), some(q, torch.tensor(count)), atol=1e-6)
+        with pytest.raises(Exception, match="q has 4 heads and k has 3: query heads must be a whole multiple"):
+            graph(q, torch.tensor(3))
+    torch._dynamo.reset()

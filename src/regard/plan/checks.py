@@ -63,11 +63,23 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k has {k.shape[1]} heads and {k.shape[2]} keys, v has {v.shape[1]} and {v.shape[2]}: a value "
             "belongs to each key."
         )
-    if (k.shape[1] == 0 and q.shape[1] > 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
+    if _is_true(q.shape[1] > 0 if _is_true(k.shape[1] == 0) else q.shape[1] % k.shape[1] != 0):
         raise ProblemError(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}: query heads must be a whole multiple of key heads "
             f"(grouped-query attention shares each key head among a group of {q.shape[1]} / {k.shape[1]} query heads)."
         )
+
+
+def _is_true(condition: bool) -> bool:
+    """Whether a condition on sizes holds; False for one that data decide while torch traces: the call is checked later.
+
+    An operator checks its tensors again when it runs.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads sympy
+
+    return guard_or_false(condition)
 
 
 def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> None:
