@@ -91,6 +91,14 @@ def test_the_compiler_is_the_one_that_cxx_names_or_else_g_plus_plus(tools: Path,
     assert machine.torch_compiler() == usual
 
 
+@pytest.mark.usefixtures("unread", "tools")
+def test_an_empty_name_of_a_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):
+    q = torch.zeros(1, 1, 3, 4)
+    monkeypatch.setenv("CXX", "")
+    with pytest.raises(RefusalError, match=r"needs a C\+\+ compiler on cpu, and the variable CXX is empty: unset it"):
+        explain(q, q, q, backend="flex")
+
+
 @pytest.mark.parametrize("names", ["c++", (None, "missing", "clang++"), (None, "missing")])
 def test_torch_takes_the_compiler_that_is_found(names: Any, tools: Path, monkeypatch: pytest.MonkeyPatch):
     program(tools / "clang++")

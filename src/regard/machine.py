@@ -44,13 +44,14 @@ def cache_sizes() -> dict[int, int]:
 def torch_compilers() -> tuple[str, ...]:
     """The C++ compilers that torch.compile tries on CPU, in order: those of torch's setting `cpp.cxx`.
 
-    When torch reads its settings they are CXX, or else one name (torch 2.13, torch/_inductor/config.py). A g++ that
-    torch may download (TORCH_INDUCTOR_INSTALL_GXX) is left out.
+    When torch reads its settings they are CXX, or else one name (torch 2.13, torch/_inductor/config.py); none where CXX
+    is empty. A g++ that torch may download (TORCH_INDUCTOR_INSTALL_GXX) is left out.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     if config is None:
-        return (os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"),)
-    names = config.cpp.cxx
+        names = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    else:
+        names = config.cpp.cxx
     return tuple(filter(None, names if isinstance(names, (list, tuple)) else [names]))
 
 

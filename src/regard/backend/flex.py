@@ -108,7 +108,8 @@ def _lacking() -> str | None:
     """The requirement of torch.compile on CPU that this machine does not meet; None if it meets all."""
     if torch_compiler() is None:
         names = " or ".join(torch_compilers())
-        return f"torch.compile needs a C++ compiler on cpu, and finds no {names} (the variable CXX names another)"
+        lacks = f"finds no {names} (the variable CXX names another)" if names else "the variable CXX is empty: unset it"
+        return f"torch.compile needs a C++ compiler on cpu, and {lacks}"
     if python_header() is None:
         return "torch.compile needs Python.h on cpu (Debian: the package python3-dev)"
     return None
