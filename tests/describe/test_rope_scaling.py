@@ -163,6 +163,7 @@ PUBLISHED: dict[str, tuple[Rope, dict[str, Any], int]] = {
         163840,
     ),
     "a ramp from the first pair": (Rope(16, 10000.0, Yarn(4.0, 64)), yarn(4.0, 64), 256),
+    "an empty ramp": (Rope(16, 10000.0, Yarn(4.0, 6)), yarn(4.0, 6), 24),
     "a ramp past the last pair": (Rope(16, 100.0, Yarn(4.0, 100_000)), yarn(4.0, 100_000), 400_000),
     "gpt-oss": (
         Rope(64, 150000.0, Yarn(32.0, 4096, truncate=False)),
