@@ -248,7 +248,7 @@ def test_types_have_short_names_and_those_of_torch(name):
     assert cache_bytes(model, 100, dtype=name) == long.cache_bytes
     assert training_memory(model, 100, dtype=name) == long.training_memory
     for call in (cache_bytes, training_memory):
-        with pytest.raises(ProblemError, match="unknown dtype 'bf61'. Near: bf16"):
+        with pytest.raises(ProblemError, match=r"unknown dtype 'bf61'\. Near: bf16"):
             call(model, 100, dtype="bf61")
 
 

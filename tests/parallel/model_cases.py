@@ -285,8 +285,8 @@ def rotated(rank: int, size: int, *, placements: tuple[Any, ...], tokens: int) -
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x, rope = torch.randn(2, 4, tokens, 8, generator=torch.Generator().manual_seed(1)), Rope(8)
     for positions in (None, 3, torch.arange(2 * tokens).view(2, tokens)):
-        whole, sharded = x.clone().requires_grad_(), distribute_tensor(x, mesh, placements).requires_grad_()
-        expected, found = rope.rotate(whole, positions), rope.rotate(sharded, positions)
+        whole, sharded = x.clone().requires_grad_(), cast(Any, distribute_tensor(x, mesh, placements).requires_grad_())
+        expected, found = rope.rotate(whole, positions), cast(Any, rope.rotate(sharded, positions))
         assert found.placements == placements
         torch.testing.assert_close(found.full_tensor(), expected)
         expected.square().sum().backward()

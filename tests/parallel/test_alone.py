@@ -265,7 +265,8 @@ def test_a_weight_that_a_bias_reads_and_has_not_is_refused_where_it_learns():
 @pytest.mark.usefixtures("alone")
 def test_latent_attention_takes_projections_by_columns():
     mesh = init_device_mesh("cpu", (1,))
-    module, x = LatentAttention(24, 4, kv_rank=6, nope_dim=5, rope_dim=4, v_dim=3, position=Rope(4)), torch.randn(2, 7, 24)
+    module = LatentAttention(24, 4, kv_rank=6, nope_dim=5, rope_dim=4, v_dim=3, position=Rope(4))
+    x = torch.randn(2, 7, 24)
     expected, names = module(x), ("q_proj", "k_up", "v_up")
     plan: dict[str, Any] = {**{name: ColwiseParallel() for name in names}, "o_proj": RowwiseParallel()}
     torch.testing.assert_close(parallelize_module(module, mesh, plan)(x), expected)
@@ -275,10 +276,11 @@ def test_latent_attention_takes_projections_by_columns():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
 def test_dtensors_are_rotated_by_their_positions_in_the_whole(placement: Any, interleaved: bool):
-    mesh, rope, x = init_device_mesh("cpu", (1,)), Rope(8, interleaved=interleaved, fraction=0.5), torch.randn(2, 4, 7, 8)
+    mesh, x = init_device_mesh("cpu", (1,)), torch.randn(2, 4, 7, 8)
+    rope = Rope(8, interleaved=interleaved, fraction=0.5)
     for positions in (None, 5, torch.arange(3, 10), torch.arange(14).view(2, 7)):
-        sharded = distribute_tensor(x, mesh, [placement]).requires_grad_()
-        found = rope.rotate(sharded, positions)
+        sharded: Any = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        found: Any = rope.rotate(sharded, positions)
         found.sum().backward()
         assert found.placements == (placement,)
         torch.testing.assert_close(found.full_tensor(), rope.rotate(x, positions))

@@ -47,7 +47,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--mask", metavar="MASK", help='such as "Causal() & (Window(512) | Prefix(4))" (default: none)')
     parser.add_argument("--bias", metavar="BIAS", help='such as "Alibi(8)" (default: none)')
     parser.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores (default: none)")
-    parser.add_argument("--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of q, k and v (default: float32)")
+    parser.add_argument(
+        "--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of q, k and v (default: float32)"
+    )
     parser.add_argument("--backward", action="store_true", help="the gradients as well")
     parser.add_argument("--backend", metavar="NAME", help="a backend by name (default: regard chooses)")
     parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")

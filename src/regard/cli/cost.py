@@ -51,7 +51,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch rows (default: 1)")
     parser.add_argument(
-        "--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help=f"type of the weights (default: {DTYPES[0]})"
+        "--dtype",
+        type=float_name,
+        choices=DTYPES,
+        default=DTYPES[0],
+        help=f"type of the weights (default: {DTYPES[0]})",
     )
     parser.add_argument(
         "--machine",

@@ -41,7 +41,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="generate all --max-new-tokens, past the model's end")
     parser.add_argument("--model", help="a folder, or a name known to transformers (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
+    parser.add_argument(
+        "--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)"
+    )
     parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=threads, metavar="N", help="threads (default: torch's)")
     generate_options.add_sampling_options(parser)

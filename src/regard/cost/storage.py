@@ -9,12 +9,12 @@
 
 The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`). In a model that has layers of full
 attention too, layers with a window or chunks keep the model's type (`regard.integrate.cache.RegardCache`), whether the
-others store codes or floats of another type. With a page size, the
-last page of a row counts whole: at least `KVCache.bytes`, which counts its tokens, and at most
-`KVCache.allocated_bytes`, which counts free pages too. Layers with a window or chunks are in no pages, as `Rolling` is
-the layout of a window. A pass reads tokens, and no free places of a page. `Paged` encodes whole pages, so scales of keys are shared by
-gcd(page, group) tokens. Of codes in a window it is an estimate: in `Rolling` a few groups more, or fewer, stay plain.
-Keys and values of cross-attention are always plain and in no pages, as in `regard.integrate.cache.PairedCache`.
+others store codes or floats of another type. With a page size, the last page of a row counts whole: at least
+`KVCache.bytes`, which counts its tokens, and at most `KVCache.allocated_bytes`, which counts free pages too. Layers
+with a window or chunks are in no pages, as `Rolling` is the layout of a window. A pass reads tokens, and no free places
+of a page. `Paged` encodes whole pages, so scales of keys are shared by gcd(page, group) tokens. Of codes in a window it
+is an estimate: in `Rolling` a few groups more, or fewer, stay plain. Keys and values of cross-attention are always
+plain and in no pages, as in `regard.integrate.cache.PairedCache`.
 """
 
 import math

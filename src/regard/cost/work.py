@@ -10,7 +10,7 @@ from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import attention_weights, mlp_weights
 from regard.cost.products import attention_flops, attention_gradient_flops, latent_flops
 from regard.cost.recurrent import Recurrent
-from regard.cost.storage import ITEMS, Storage, stays_plain, bytes_of_tokens
+from regard.cost.storage import ITEMS, Storage, bytes_of_tokens, stays_plain
 
 
 @dataclass(frozen=True)

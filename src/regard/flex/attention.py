@@ -102,7 +102,8 @@ def _compute(
 
 
 _compute_mapped: Any = torch.compiler.disable(
-    _compute, reason="flex_attention inside of torch.vmap is no part of a graph: call torch.compile without fullgraph=True"
+    _compute,
+    reason="flex_attention inside of torch.vmap is no part of a graph: call torch.compile without fullgraph=True",
 )
 
 skip_frames(_compute)  # where torch.compile breaks the graph, it would compile what traces the functions

@@ -107,7 +107,7 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
     with torch.enable_grad(), recorder, IndexByTensor():
         result = mod(*arguments.values())
     _check_captured(recorder, "mask_mod" if score is None else "score_mod", device)
-    if isinstance(result, Tensor) and is_batched(without_gradient_wrappers(result)):
+    if isinstance(cast(object, result), Tensor) and is_batched(without_gradient_wrappers(result)):
         raise mapped_mask()  # inside torch.func a score_mod is not traced
     captured = tuple(tensor for tensor, _ in recorder.captured.values())
     if recorder.is_read or not isinstance(cast(object, result), Tensor):

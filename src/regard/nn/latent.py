@@ -345,8 +345,8 @@ class LatentAttention(SinkModule, SpecAttributes):
             )
         if self.rope_heads > 1 and heads != self.heads:
             raise ProblemError(
-                f"{heads} of {self.heads} query heads, and {self.rope_heads} heads of the key part with position, which "
-                "are not cut by rank: expected all heads, or rope_heads=1."
+                f"{heads} of {self.heads} query heads, and {self.rope_heads} heads of the key part with position, "
+                "which are not cut by rank: expected all heads, or rope_heads=1."
             )
 
     def _placed(self, q_rope: Tensor) -> Tensor:

@@ -70,14 +70,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _is_true(condition: bool) -> bool:
+def _is_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds; False for one that data decide while torch traces: the call is checked later.
 
     An operator checks its tensors again when it runs.
     """
     if isinstance(condition, bool):
         return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads sympy
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415 - loads sympy
 
     return guard_or_false(condition)
 
