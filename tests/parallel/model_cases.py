@@ -14,11 +14,13 @@ from regard import (
     Alibi,
     Causal,
     KeyLengths,
+    Learned,
     Mask,
     MaskFunction,
     ProblemError,
     RefusalError,
     Rope,
+    Sinusoidal,
     TensorBias,
     Window,
     attend,
@@ -292,6 +294,21 @@ def rotated(rank: int, size: int, *, placements: tuple[Any, ...], tokens: int) -
         expected.square().sum().backward()
         found.square().sum().backward()
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+def positioned(rank: int, size: int, *, tokens: int) -> None:
+    """Positions of the whole sequence are added to DTensors, and learned ones get their whole gradient."""
+    mesh, generator = init_device_mesh("cpu", (4,)), torch.Generator().manual_seed(1)
+    x, table = (torch.randn(shape, generator=generator) for shape in ((2, tokens, 6), (tokens + 3, 6)))
+    for placement in (Shard(1), Shard(0), Replicate()):
+        own, other = (table.clone().requires_grad_() for _ in range(2))
+        sharded: Any = distribute_tensor(x, mesh, [placement])
+        expected, found = Learned(own).add(x, 3), cast(Any, Learned(other).add(sharded, 3))
+        torch.testing.assert_close(found.full_tensor(), expected)
+        torch.testing.assert_close(cast(Any, Sinusoidal(6).add(sharded)).full_tensor(), Sinusoidal(6).add(x))
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(other.grad, own.grad)
 
 
 def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | None, tokens: int) -> None:

@@ -32,6 +32,10 @@ def test_sharded_dtensors_are_rotated_where_they_are(ranks: Workers, placements:
     ranks.run(model_cases.rotated, placements=placements, tokens=13)
 
 
+def test_positions_are_added_to_sharded_dtensors(ranks: Workers) -> None:
+    ranks.run(model_cases.positioned, tokens=13)
+
+
 def test_latent_attention_composes_with_tensor_parallelism_of_heads(ranks: Workers) -> None:
     ranks.run(model_cases.latent_heads, tokens=13)
 

@@ -19,6 +19,7 @@ from regard.describe.position_table import check_positions, check_type, end_of, 
 from regard.describe.rope_scaling import Scaling, number_field
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import Spec, spec
+from regard.describe.tensors import beside
 from regard.describe.whole_number import whole, whole_field
 from regard.errors import ProblemError, RefusalError
 from regard.wide import wide_of
@@ -53,7 +54,7 @@ class Absolute(Position):
         """
         _check_floats(x, self.width(), "[batch, tokens, dim]", self)
         positions = check_positions(positions, x, rank=3)
-        return (x + self._rows(positions, x)).to(x.dtype)
+        return (x + beside(self._rows(positions, x), x)).to(x.dtype)
 
     def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
         if not isinstance(positions, Tensor):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.position_table import is_traced
+from regard.describe.tensors import beside
 from regard.torch_internals import in_forward_mode, is_legacy_batched
 
 PIECE = 1 << 18
@@ -40,7 +41,7 @@ def rotate_pairs(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     the table's type and rounded to that of x. Differentiable to any order.
     """
     if is_traced() or table.requires_grad or is_watched(x):
-        return _by_formula(x, _beside(table, x), interleaved)
+        return _by_formula(x, beside(table, x), interleaved)
     if x.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _Rotation.apply(x, table, interleaved))
     return _in_place(x, table, interleaved)
@@ -66,13 +67,6 @@ class _Rotation(torch.autograd.Function):
 def is_watched(x: Tensor) -> bool:
     """Whether writing in place would break forward-mode differentiation, a subclass, or batched gradients."""
     return in_forward_mode() or type(x) not in (Tensor, torch.nn.Parameter) or is_legacy_batched(x)
-
-
-def _beside(table: Tensor, x: Any) -> Tensor:
-    """The table as a DTensor that every rank has whole, where x is a DTensor: torch computes with both or with none."""
-    if type(x).__name__ != "DTensor":  # by the name, as torch imports their class late
-        return table
-    return type(x).from_local(table, x.device_mesh)
 
 
 def _axis(interleaved: bool) -> int:

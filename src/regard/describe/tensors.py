@@ -102,6 +102,13 @@ def has_tangent(t: Tensor) -> bool:
     return in_forward_mode() and unpack_dual(t).tangent is not None
 
 
+def beside(table: Tensor, x: Any) -> Tensor:
+    """The table as a DTensor that every rank has whole, where x is a DTensor: torch computes with both or with none."""
+    if type(x).__name__ != "DTensor":  # by the name, as torch imports their class late
+        return table
+    return type(x).from_local(table, x.device_mesh)
+
+
 def form(tensor: Tensor) -> ContentKey:
     """The content key of the type and shape of a tensor, without its elements."""
     return ContentKey("form", _text(tensor))
