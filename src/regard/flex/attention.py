@@ -2,7 +2,6 @@
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention import flex_attention as of_torch
@@ -10,6 +9,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from regard.attention import cast_by_autocast
 from regard.describe.mask import CallSizes, Mask
+from regard.errors import RefusalError
 from regard.flex.call import Result, compute
 from regard.flex.check import check_call
 from regard.flex.compiled import compute_compiled
@@ -76,8 +76,13 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
     if key.dtype != query.dtype or value.dtype != query.dtype:  # keys and values of a narrower type
         key, value = key.to(query.dtype), value.to(query.dtype)
-    run = (_compute_mapped if in_func_vmap() else compute_compiled) if is_dynamo_compiling() else _compute
+    is_traced = is_dynamo_compiling()
+    if is_traced and in_func_vmap():  # dynamo breaks the graph here
+        raise RefusalError(
+            "flex_attention inside of torch.vmap is no part of a graph: call torch.compile without fullgraph=True."
+        )
     wants_max = return_aux is not None and return_aux.max_scores
+    run = compute_compiled if is_traced else _compute
     out, lse, most = run(query, key, value, score_mod, block_mask, scale, wants_max)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
@@ -100,10 +105,5 @@ def _compute(
             mask = mask_of_block_mask(block_mask, sizes, query.device)
     return compute(query, key, value, score_mod, mask, scale, wants_max)
 
-
-_compute_mapped: Any = torch.compiler.disable(
-    _compute,
-    reason="flex_attention inside of torch.vmap is no part of a graph: call torch.compile without fullgraph=True",
-)
 
 skip_frames(_compute)  # where torch.compile breaks the graph, it would compile what traces the functions

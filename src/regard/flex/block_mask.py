@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from regard.describe.mask import Bools, CallSizes, Mask
 from regard.describe.whole_number import whole
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 from regard.flex.layout import block_layout
 from regard.flex.mod_mask import is_opaque, mask_of_mod
 from regard.flex.outside_derivatives import outside_derivatives
@@ -68,8 +68,10 @@ def create_block_mask(
         options["separate_full_blocks"] = False  # torch 2.11 lacks it
     compiling = torch.compiler.is_dynamo_compiling()
     sizes = CallSizes(batch, heads, queries, keys, 0)
-    if compiling and in_func_vmap():
-        return _create_mapped(mask_mod, sizes, place, block, separate_full_blocks)
+    if compiling and in_func_vmap():  # dynamo breaks the graph here
+        raise RefusalError(
+            "create_block_mask inside of torch.vmap is no part of a graph: call it before, outside of vmap."
+        )
     if options.keys() - {"separate_full_blocks"} or compiling:
         make: Any = of_torch.create_block_mask
         made = make(mask_mod, B, H, Q_LEN, KV_LEN, place, block, **options)  # in a graph only if the lists are used
@@ -98,10 +100,6 @@ def _create(
         remember(made, mask, sizes, some & ~whole, whole)
     return made
 
-
-_create_mapped: Any = torch.compiler.disable(
-    _create, reason="create_block_mask inside of torch.vmap is no part of a graph: call it before, outside of vmap"
-)
 
 skip_frames(_create)  # where torch.compile breaks the graph, it would compile what traces the function
 
