@@ -79,7 +79,7 @@ class PagedStore:
 
     def select(self, rows: Tensor) -> None:
         check_has_data(rows, "select of pages")
-        self.sequences = self.pool.select(self.sequences, rows.tolist())
+        self.sequences = self.pool.chosen(self.sequences, rows.tolist())  # what is left out is freed with its last user
         self.form = self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:
