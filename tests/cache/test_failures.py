@@ -5,6 +5,7 @@ Memory is refused at each allocation of a call in turn, wherever torch makes one
 
 import copy
 import gc
+import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from regard import Causal, ProblemError, Rope
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
 from regard.cache.evict import Eviction
 from regard.cache.page_memory import PlainPageMemory
+from regard.cache.pages import Page, PageAllocator
 from regard.cache.sequence import Sequence
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
@@ -182,6 +184,26 @@ def test_a_call_that_ctrl_c_interrupts_changes_nothing_and_can_be_made_again(nam
 @pytest.mark.parametrize("call", ["append one", "append many", "select"])
 def test_a_call_on_pages_that_ctrl_c_interrupts_changes_nothing(name: str, call: str):
     interrupt_everywhere(name, call)
+
+
+@pytest.mark.parametrize("name", ["paged", "paged int8"])
+def test_a_crop_that_ctrl_c_interrupts_while_it_releases_pages_frees_them(name: str, monkeypatch: pytest.MonkeyPatch):
+    text, release, calls = prepared(name), PageAllocator.release, itertools.count()
+
+    def interrupted(self: PageAllocator, page: Page) -> None:
+        release(self, page)
+        if not next(calls):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageAllocator, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            text.cache.crop(20)
+    with pytest.raises(ProblemError, match="the tokens are lost"):
+        text.stored()
+    text.cache.reset()
+    text.append(3)
+    assert text.cache.tokens == 3
 
 
 @pytest.mark.parametrize("name", ["fork", "free", "select"])

@@ -411,7 +411,7 @@ class KVCache:
         """The store, None before the first token.
 
         Raises:
-            ProblemError: its tokens were lost when an eviction was interrupted.
+            ProblemError: its tokens were lost when an eviction or a crop was interrupted.
         """
         if isinstance(self._store, PagedStore):
             self._store.check_usable()

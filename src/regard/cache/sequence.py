@@ -1,6 +1,8 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -179,8 +181,9 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
             del s.ids[tokens:]
         return
     if sequences[0].segments is not None:
-        for s in sequences:
-            _crop_segments(s, tokens)
+        with _freed_by_interrupts(sequences):
+            for s in sequences:
+                _crop_segments(s, tokens)
         return
     storage = sequences[0].storage
     cut = max(_first_cut(s, tokens) for s in sequences)
@@ -189,7 +192,20 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         crop = _planned(sequences, tokens, cut)  # whole pages stay codes
     storage.check_free(crop.more, crop.new)
     storage.reserve(storage.plain.used + crop.new_plain, storage.coded.used)
-    _crop_pages(sequences, tokens, crop)
+    with _freed_by_interrupts(sequences):
+        _crop_pages(sequences, tokens, crop)
+
+
+@contextmanager
+def _freed_by_interrupts(sequences: list[Sequence]) -> Iterator[None]:
+    """Free the sequences if Ctrl-C comes while their pages change: what is left of them is not what they say."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for s in sequences:
+            s.free()
+        sequences[0].storage.count_references()
+        raise
 
 
 class _Crop(NamedTuple):
