@@ -1,12 +1,16 @@
-"""Calls that fail for want of memory change nothing: made again, they give what a cache that never failed gives.
+"""Calls that fail change nothing: made again, they give what a cache that never failed gives.
 
-Memory is refused at each allocation of a call in turn, wherever torch makes one.
+Memory is refused at each allocation of a call in turn, wherever torch makes one. Ctrl-C comes before a line.
 """
 
 import copy
+import gc
+import itertools
 import pickle
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import pytest
 import torch
@@ -14,9 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, ProblemError, Rope
-from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, SinksAndRecent, SnapKV
+from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
 from regard.cache.evict import Eviction
 from regard.cache.page_memory import PlainPageMemory
+from regard.cache.pages import Page, PageAllocator
+from regard.cache.sequence import Sequence
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.stored import dense
@@ -128,6 +134,129 @@ def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(nam
             CALLS[call](text)
         assert evicts or any(same(text.stored(), state) for state in allowed), at
         CALLS[call](text)
+        assert same(text.stored(), expected), at
+        if is_append:
+            text.observe(next_count)
+        text.append(3)
+        assert same(text.stored(), later), at
+
+
+class Interrupt:
+    """Ctrl-C before the n-th line that a call runs in the files of caches; counts these lines."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count, self._before = at, 0, sys.gettrace()
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+        callers, here = [frame.f_code.co_name], frame
+        while (here := here.f_back) is not None:
+            callers.append(here.f_code.co_name)
+        is_seen = "/regard/cache/" in frame.f_code.co_filename and "__del__" not in callers  # which raises nothing
+        return self._line if is_seen else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+IN_PAGES = [name for name, (layout, _, _) in OPTIONS.items() if isinstance(layout, Paged)]
+
+
+@pytest.mark.exhaustive(per="test")
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in IN_PAGES])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_ctrl_c_interrupts_changes_nothing_and_can_be_made_again(name: str, call: str):
+    interrupt_everywhere(name, call)
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PAGES if OPTIONS[name][2] is None])
+@pytest.mark.parametrize("call", ["append one", "append many", "select"])
+def test_a_call_on_pages_that_ctrl_c_interrupts_changes_nothing(name: str, call: str):
+    interrupt_everywhere(name, call)
+
+
+@pytest.mark.parametrize("name", ["paged", "paged int8"])
+def test_a_crop_that_ctrl_c_interrupts_while_it_releases_pages_frees_them(name: str, monkeypatch: pytest.MonkeyPatch):
+    text, release, calls = prepared(name), PageAllocator.release, itertools.count()
+
+    def interrupted(self: PageAllocator, page: Page) -> None:
+        release(self, page)
+        if not next(calls):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageAllocator, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            text.cache.crop(20)
+    with pytest.raises(ProblemError, match="the tokens are lost"):
+        text.stored()
+    text.cache.reset()
+    text.append(3)
+    assert text.cache.tokens == 3
+
+
+@pytest.mark.parametrize("name", ["fork", "free", "select"])
+def test_pages_of_other_sequences_stay_where_ctrl_c_comes(name: str):
+    calls: dict[str, Callable[[PagePool, Sequence, Sequence], object]] = {
+        "fork": lambda pool, one, other: other.fork(),
+        "free": lambda pool, one, other: one.free(),
+        "select": lambda pool, one, other: pool.select([one, other], [1, 1, 1]),
+    }
+    k, v = torch.randn(2, 1, HEADS, 40, DIM)
+    for at in range(1, 300):
+        pool = PagePool(page=8)
+        one = pool.sequence()
+        pool.append([one], k, v)
+        other, left = one.fork(), one.fork()
+        try:
+            with Interrupt(at) as interrupt:
+                calls[name](pool, one, other)
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert at > interrupt.count > 0
+            break
+        del one, other
+        gc.collect()
+        assert [page.references for page in left.plain] == [1] * 5, at
+        assert pool.storage.used == 5, at
+        assert torch.equal(pool.append([left], k[:, :, :0], v[:, :, :0])[0].dense(), k), at
+
+
+def interrupt_everywhere(name: str, call: str) -> None:
+    """Interrupt a call before some of its lines, and make it again."""
+    saved, is_append = pickle.dumps(prepared(name)), call.startswith("append")
+    CALLS[call](pickle.loads(saved))  # angles of sinks are computed once for all
+    before, never_failed = pickle.loads(saved), pickle.loads(saved)
+    with Interrupt(0) as counted:
+        CALLS[call](never_failed)
+    evicts = is_append and (before.cache.evict is not None or isinstance(before.cache.layout, Rolling))
+    expected, next_count = never_failed.stored(), 70 if call == "append many" else 1
+    if is_append:
+        never_failed.observe(next_count)
+    never_failed.append(3)
+    later = never_failed.stored()
+    for at in range(1, counted.count + 1, 1 + counted.count // 60):
+        text = pickle.loads(saved)
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            CALLS[call](text)
+        assert text.cache.tokens_seen in (before.cache.tokens_seen, never_failed.cache.tokens_seen - 3), at
+        is_done = not is_append and same(text.stored(), expected)  # before it returned
+        assert evicts or is_done or same(text.stored(), before.stored()), at
+        if not is_done:
+            assert text.cache.tokens_seen == before.cache.tokens_seen, at
+            CALLS[call](text)
         assert same(text.stored(), expected), at
         if is_append:
             text.observe(next_count)

@@ -266,6 +266,7 @@ def test_eviction_moves_codes_as_they_are(codec: Codec):
         q = torch.randn(2, 6, 1, QK)
         assert torch.equal(attend(q, *stored, mask=Causal()), attend(q, *(dense(t) for t in stored), mask=Causal()))
         cache.crop(store.tokens_seen - 5)
+        store = store_of(cache)
         k, v, *found = (t[:, :, :-5] for t in (k, v, *found))
         assert all(torch.equal(dense(t), mine) for t, mine in zip(cache.append(*tokens_of(0)), found, strict=True))
     cache.crop(store.tokens_seen - store.tokens + 3)

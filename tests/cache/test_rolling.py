@@ -278,6 +278,21 @@ def test_scalings_that_look_at_the_length_see_that_of_the_cache(codec: Codec | N
         torch.testing.assert_close(dense(first[0])[:, :, :4], dense(second[0])[:, :, :4])
 
 
+@pytest.mark.parametrize("codec", [None, pytest.param(Int8(16, 3), marks=pytest.mark.exhaustive)], ids=repr)
+def test_sinks_turn_in_compiled_steps(codec: Codec | None):
+    rope, (k, v), q = Rope(DIM), tokens_of(30), torch.randn(BATCH, QUERY_HEADS, 30, DIM)
+    compiled, plain = (KVCache(Rolling(23, 4, rope), codec) for _ in range(2))
+
+    def step(cache: KVCache, start: int, end: int) -> Tensor:
+        return attend(q[:, :, start:end], *cache.append(k[:, :, start:end], v[:, :, start:end]))
+
+    for cache in (compiled, plain):
+        step(cache, 0, 25)
+    for i in range(25, 30):
+        out = torch.compile(step, backend="eager")(compiled, i, i + 1)
+        torch.testing.assert_close(out, step(plain, i, i + 1))
+
+
 def test_a_rope_of_another_width_is_refused():
     with pytest.raises(ProblemError, match=r"rope=Rope\(dim=16.*expected the Rope\(8\)"):
         KVCache(Rolling(23, 4, Rope(16))).append(*tokens_of(1))

@@ -94,8 +94,7 @@ class DenseStore:
                     select_into(new[b, h, :kept], old[b, h], index[b, h])
             else:
                 new.narrow(2, 0, kept).copy_(old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
-        self._memory, self.tokens = memory, kept
-        self._capacity = memory[0].shape[2]
+        self._memory, self.tokens, self._capacity = memory, kept, memory[0].shape[2]
 
     def keys(self) -> Tensor:
         return self._stored(self._memory[0]).to(self.form.dtype)

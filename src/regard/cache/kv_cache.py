@@ -36,6 +36,7 @@ from regard.cache.store import (
     check_has_data,
     describe_tensor,
     leading_channels,
+    replacement,
 )
 from regard.describe.mask import Mask
 from regard.describe.suggestions import suggest_keywords
@@ -186,21 +187,24 @@ class KVCache:
             state = None if self.evict is None else start_policy(self.evict)
         if self._policy_state is not None and k.shape[2]:
             self._evict(store, k.shape[2])
+            store = cast(Store, self._store)
         stored = (hadamard(k), None if v is None else hadamard(v)) if self._is_rotated else (k, v)
-        seen, cached = store.tokens_seen, store.append(*stored)
-        if isinstance(self.layout, Latent):
-            cached = cached[0], leading_channels(cached[0], self.layout.rank)
-        if self._store is None:
-            self._store, self._policy_state = store, state
-        if self._policy_state is not None:
-            try:
+        seen = store.tokens_seen
+        try:
+            cached = store.append(*stored)
+            if isinstance(self.layout, Latent):
+                cached = cached[0], leading_channels(cached[0], self.layout.rank)
+            if self._store is None:
+                self._store, self._policy_state = store, state
+            if self._policy_state is not None:
                 self._policy_state.append(k, v)
                 if not seen and isinstance(self._policy_state, EvictionState):
                     self._policy_state.check_recorded(k)
-            except BaseException:  # a user's policy failed, or Ctrl-C: remove the tokens again
+            return cached  # noqa: TRY300  # inside, so that Ctrl-C cannot come after the tokens are stored
+        except BaseException:  # a user's policy failed, or Ctrl-C: remove the tokens again
+            if self.tokens_seen > seen:
                 self.crop(seen)
-                raise
-        return cached
+            raise
 
     def observe(
         self,
@@ -269,8 +273,9 @@ class KVCache:
         if state is not None:
             state = copy.copy(state)
             state.crop(store.tokens - (store.tokens_seen - tokens))
-        store.crop(tokens)
-        self._policy_state = state
+        changed = replacement(store)
+        changed.crop(tokens)
+        self._store, self._policy_state = changed, state
 
     def check_crop(self, tokens: int) -> None:
         """Raise what `crop(tokens)` would raise, and change nothing."""
@@ -317,8 +322,9 @@ class KVCache:
         if state is not None:
             state = copy.copy(state)
             state.select(rows)
-        store.select(rows)
-        self._policy_state = state
+        changed = replacement(store)
+        changed.select(rows)
+        self._store, self._policy_state = changed, state
 
     @torch.inference_mode(mode=False)  # its memory is written to in and out of inference mode
     def steps(self, capacity: int | None = None) -> StepCache:
@@ -405,7 +411,7 @@ class KVCache:
         """The store, None before the first token.
 
         Raises:
-            ProblemError: its tokens were lost when an eviction was interrupted.
+            ProblemError: its tokens were lost when an eviction or a crop was interrupted.
         """
         if isinstance(self._store, PagedStore):
             self._store.check_usable()
@@ -418,13 +424,15 @@ class KVCache:
             return
         state = copy.copy(self._policy_state)
         index = state.choose(store, coming)
-        if index is not None:
-            state.keep(index)
-            store.keep(index)
-            self._min_crop = max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
-        self._policy_state = state
-        if index is not None and isinstance(store, PagedStore):
-            store.shrink()
+        if index is None:
+            self._policy_state = state
+            return
+        state.keep(index)
+        changed, min_crop = replacement(store), max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
+        changed.keep(index)
+        self._store, self._policy_state, self._min_crop = changed, state, min_crop
+        if isinstance(changed, PagedStore):
+            changed.shrink()
 
 
 def _with_room(store: Store, capacity: int) -> PlainSteps:

@@ -57,9 +57,9 @@ class PagedStore:
         return self.pool.storage.page_bytes(len(plain), len(coded)) if plain or coded else 0
 
     def check_usable(self) -> None:
-        """Raise `ProblemError` if the pages were freed, as `keep_tokens` does where Ctrl-C interrupts its writing."""
+        """Raise `ProblemError` if the pages were freed, because Ctrl-C interrupted an eviction or a crop."""
         if self.sequences[0].is_freed:
-            raise ProblemError("an eviction was interrupted while it wrote, and the tokens are lost: call reset().")
+            raise ProblemError("an eviction or a crop was interrupted, and the tokens are lost: call reset().")
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         assert v is not None
@@ -79,7 +79,7 @@ class PagedStore:
 
     def select(self, rows: Tensor) -> None:
         check_has_data(rows, "select of pages")
-        self.sequences = self.pool.select(self.sequences, rows.tolist())
+        self.sequences = self.pool.chosen(self.sequences, rows.tolist())  # what is left out is freed with its last user
         self.form = self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:

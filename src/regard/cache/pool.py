@@ -158,6 +158,14 @@ class PagePool:
 
     def select(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
         """`sequences[row]` for each row of `rows`: a repeated sequence is forked, a sequence not in `rows` is freed."""
+        chosen, kept = self.chosen(sequences, rows), set(rows)
+        for row, sequence in enumerate(sequences):  # last: it cannot be undone
+            if row not in kept:
+                sequence.free()
+        return chosen
+
+    def chosen(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
+        """`select` without freeing the sequences that are not in `rows`."""
         batch = None if self.storage.form is None else batch_table(self.storage, sequences)
         seen: set[int] = set()
         chosen: list[Sequence] = []
@@ -166,9 +174,6 @@ class PagePool:
             seen.add(row)
         if batch is not None:
             batch.select(self.storage.index_tensor(rows), chosen)
-        for row, sequence in enumerate(sequences):  # last: it cannot be undone
-            if row not in seen:
-                sequence.free()
         return chosen
 
     def __repr__(self) -> str:

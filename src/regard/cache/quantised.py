@@ -10,6 +10,7 @@ A step writes one row into the tail. Once in `group` steps the oldest group of t
 once: where a crop ends inside a group, the rest of the group stays as it is, in a range of its own.
 """
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,13 @@ class _Memory:
     def __getstate__(self) -> dict[str, Any]:
         """Without the parts, which refer to the same memory and are made again."""
         return self.__dict__ | {"fixed_parts": FixedParts(())}
+
+    def with_tensors(self, sinks: Tensor, tail: Tensor, codes: list[Tensor], capacity: int) -> "_Memory":
+        """The same with other tensors: plain ones, and codes of `capacity` slots with their scales."""
+        other = copy.copy(self)
+        other.sinks, other.tail, other.codes = sinks, tail, copy.copy(self.codes)
+        other.codes.tensors, other.codes.capacity = codes, capacity
+        return other
 
     def oldest(self, begin: int, end: int, x: Tensor, skip: int, tokens: int) -> Tensor:
         """The first `tokens` tokens of the tail, slots begin .. end - 1, followed by x from token `skip` on."""
@@ -133,26 +141,30 @@ class QuantisedStore:
         over = max(count - left, 0)  # new tokens that are encoded at once
         moves = self._end + rest - over > self._tail_capacity
         tails = [m.tail.narrow(2, self._begin, left).clone() for m in self._memories] if moves else []
-        if count:
-            self._grow_codes(count)
-        # Nothing was changed so far that matters, and nothing can fail from here on.
-        if moves:
-            self._move_to_front(tails)
-        self._before = _Snapshot(self.tokens_seen, self._sinks, self._ranges, self._begin, self._end, not over)
-        for m, x in zip(self._memories, given, strict=False):
-            if sinks:
-                m.sinks.narrow(2, self._sinks, sinks).copy_(x.narrow(2, 0, sinks))
-            if rest > over:
-                written = x if rest - over == new else x.narrow(2, sinks + over, rest - over)
-                m.tail.narrow(2, self._end, rest - over).copy_(written)
-        if sinks or count:
-            self._sinks, self._are_parts_valid = self._sinks + sinks, False
-        if count:
-            self._write_codes(encoded, count)
-        self._begin = self._end if over else self._begin + count
-        self._end += rest - over
-        self.tokens_seen += new
-        return self.cached()
+        before = self._state()
+        try:
+            if count:
+                self._grow_codes(count)
+            if moves:
+                self._move_to_front(tails)
+            self._before = _Snapshot(self.tokens_seen, self._sinks, self._ranges, self._begin, self._end, not over)
+            for m, x in zip(self._memories, given, strict=False):
+                if sinks:
+                    m.sinks.narrow(2, self._sinks, sinks).copy_(x.narrow(2, 0, sinks))
+                if rest > over:
+                    written = x if rest - over == new else x.narrow(2, sinks + over, rest - over)
+                    m.tail.narrow(2, self._end, rest - over).copy_(written)
+            if sinks or count:
+                self._sinks, self._are_parts_valid = self._sinks + sinks, False
+            if count:
+                self._write_codes(encoded, count)
+            self._begin = self._end if over else self._begin + count
+            self._end += rest - over
+            self.tokens_seen += new
+            return self.cached()
+        except BaseException:
+            self._undo(before, tails)
+            raise
 
     def crop(self, tokens: int) -> None:
         before = self._before
@@ -183,17 +195,31 @@ class QuantisedStore:
         self._ranges, self._coded = first_tokens(self._ranges, coded + count), coded + count
         self._are_parts_valid = False
 
+    def _state(self) -> tuple[Any, ...]:
+        codes = [(m.codes.tensors, m.codes.capacity) for m in self._memories]
+        return codes, self.tokens_seen, self._sinks, self._begin, self._end, self._ranges, self._coded, self._before
+
+    def _undo(self, state: tuple[Any, ...], tails: list[Tensor]) -> None:
+        """The state before an append. Where that wrote over the tails, it is unknown what was before them."""
+        codes, self.tokens_seen, self._sinks, self._begin, self._end, self._ranges, self._coded, before = state
+        self._before, self._are_parts_valid = None if tails else before, False
+        for m, (tensors, capacity) in zip(self._memories, codes, strict=True):
+            m.codes.tensors, m.codes.capacity = tensors, capacity
+        for m, tail in zip(self._memories, tails, strict=False):
+            m.tail.narrow(2, self._begin, tail.shape[2]).copy_(tail)
+
     def reset(self) -> None:
         self.tokens_seen = self._sinks = self._begin = self._end = self._coded = 0
         self._ranges, self._before, self._are_parts_valid = (), None, False
 
     def select(self, rows: Tensor) -> None:
         end = self._next_slot()
-        selected = [
-            (select_rows(m.sinks, rows), select_rows(m.tail, rows), m.codes.selected(rows, end)) for m in self._memories
+        self._memories = [
+            m.with_tensors(
+                select_rows(m.sinks, rows), select_rows(m.tail, rows), m.codes.selected(rows, end), m.codes.capacity
+            )
+            for m in self._memories
         ]
-        for m, (sinks, tail, codes) in zip(self._memories, selected, strict=True):
-            m.sinks, m.tail, m.codes.tensors = sinks, tail, codes
         self.form, self._are_parts_valid = self.form._replace(batch=len(rows)), False
 
     def keep(self, index: Tensor) -> None:
@@ -209,17 +235,15 @@ class QuantisedStore:
         ranges = [torch.arange(r.slot, r.end, device=index.device) for r in self._ranges]
         slots = torch.cat(ranges or [index.new_empty(0)])
         capacity = max(self._code_capacity or self._round_up(with_spare(count)), self._round_up(count))
-        left: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+        left: list[_Memory] = []
         for m in self._memories:
             plain = (m.sinks.narrow(2, 0, sinks), m.tail.narrow(2, self._begin, self._end - self._begin))
             entries = m.codes.entries(slots, plain if mixed else ())
             codes = m.codes.packed([_gather(t, coded if mixed else coded - sinks) for t in entries], capacity)
             of_tail = index[:, :, kept - last :] + (self._begin - tail)
-            left.append((_gather(m.sinks, index[:, :, :first]), _gather(m.tail, of_tail), codes))
-        for m, (of_sinks, of_tail, codes) in zip(self._memories, left, strict=True):
-            m.sinks.narrow(2, 0, first).copy_(of_sinks)
-            m.tail.narrow(2, 0, last).copy_(of_tail)
-            m.codes.tensors, m.codes.capacity = codes, capacity
+            of_sinks = _chosen(m.sinks, index[:, :, :first])
+            left.append(m.with_tensors(of_sinks, _chosen(m.tail, of_tail), codes, capacity))
+        self._memories = left
         self._ranges = (SlotRange(0, count),) if count else ()
         self._sinks, self._coded, self._begin, self._end = first, count, 0, last
         self._before, self._are_parts_valid = None, False
@@ -349,6 +373,13 @@ def _count(ranges: tuple[SlotRange, ...]) -> int:
 def _fewest(chosen: Tensor) -> int:
     """How many tokens every head has that are chosen, [batch, kv_heads, tokens]; 0 in a batch without rows."""
     return int(chosen.sum(-1).min()) if len(chosen) else 0
+
+
+def _chosen(memory: Tensor, index: Tensor) -> Tensor:
+    """Memory of the same size with the tokens `index` of each head at its front."""
+    chosen = allocate(tuple(memory.shape), memory.dtype, memory.device)
+    chosen.narrow(2, 0, index.shape[2]).copy_(_gather(memory, index))
+    return chosen
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def _rotation(
     rope: Rope, evicted: int, length: int | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of a rotation by `evicted` positions, [dim] each; 1 and 0 for unrotated channels."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):  # by position: torch.compile takes no keyword here
         angles = evicted * (_frequencies.__wrapped__ if is_traced() else _frequencies)(rope, length)
         cos, sin = angles.cos(), angles.sin()
         return cos.to(device, dtype), sin.to(device, dtype)
@@ -193,7 +193,13 @@ def _frequencies(rope: Rope, length: int | None) -> Tensor:
 
 
 class RollingStore:
-    """Keys and values [batch, kv_heads, slots, dim]; slots first .. end - 1 are stored tokens, the sinks in front."""
+    """Keys and values [batch, kv_heads, slots, dim]; slots first .. end - 1 are stored tokens, the sinks in front.
+
+    An eviction moves the sinks to slots of evicted tokens. Where Ctrl-C comes before they are written there, the next
+    use of the tokens writes them.
+    """
+
+    _are_sinks_written = True
 
     def __init__(self, layout: Rolling, codec: Codec | torch.dtype | None, form: Form) -> None:
         self.form, self.layout = form, layout
@@ -233,6 +239,7 @@ class RollingStore:
             for t, x in zip(self._memory, (k, v), strict=True):
                 t.narrow(2, self._end, new).copy_(x)
             self._end += new
+        self._write_sinks()
         place = self._first, self.tokens, self.form.dtype
         return as_cached(self._memory[0], *place), as_cached(self._memory[1], *place)
 
@@ -241,8 +248,10 @@ class RollingStore:
 
     def reset(self) -> None:
         self._first = self._end = self._evicted = 0
+        self._are_sinks_written = True
 
     def select(self, rows: Tensor) -> None:
+        self._write_sinks()
         selected = allocate_both(self.form, len(rows), self._memory[0].shape[2], self._dtype)
         for old, new in zip(self._memory, selected, strict=True):
             here = (2, self._first, self.tokens)
@@ -254,6 +263,7 @@ class RollingStore:
         raise _no_choice(self.layout)
 
     def keys(self) -> Tensor:
+        self._write_sinks()
         return self._stored(self._memory[0]).to(self.form.dtype)
 
     def steps(self) -> RollingSteps:
@@ -265,6 +275,7 @@ class RollingStore:
         sinks, window, seen = self.layout.sinks, self.layout.window, self.tokens_seen
         if seen < sinks:
             raise ProblemError(f"{seen} tokens are stored: expected the {sinks} sinks of {self.layout!r} or more.")
+        self._write_sinks()
         memory = allocate_both(self.form, self.form.batch, window, self._dtype)
         latest = torch.arange(max(sinks, seen - (window - sinks)), seen, device=self.form.device)
         for old, new in zip(self._memory, memory, strict=True):
@@ -277,35 +288,49 @@ class RollingStore:
     def _evict(self, new: int) -> None:
         """Evict tokens that are too old for `new` more, have memory for those, and rotate the sinks."""
         evicted = max(self.tokens - self.layout.window + 1, 0)  # with one new token there are `window` again
-        left, sinks = self.tokens - evicted + new, self.layout.sinks if evicted else 0
-        keys = self._sinks.keys(self._evicted + evicted, min(left, self.layout.window)) if sinks else None
-        if self._end + new > self._memory[0].shape[2] or self._memory[0].shape[2] > self._slots:
-            self._move(self._first + evicted, max(self._slots, left))
-        else:
-            self._first += evicted
-        self._evicted += evicted  # all that can fail comes before the first change
+        left, total = self.tokens - evicted + new, self._evicted + evicted
+        is_written = self._are_sinks_written and not (evicted and self.layout.sinks)
+        keys = None if is_written else self._sinks.keys(total, min(left, self.layout.window))
+        memory, first, end = self._memory, self._first + evicted, self._end
+        if end + new > memory[0].shape[2] or memory[0].shape[2] > self._slots:
+            memory = self._moved(first, max(self._slots, left))
+            first, end = 0, end - first
+        # All that can fail comes before the first change, which is one assignment: Ctrl-C comes before or after it.
+        self._memory, self._first, self._end, self._evicted, self._are_sinks_written = (
+            memory, first, end, total, is_written
+        )  # fmt: skip
         if keys is not None:
-            k, v = (t.narrow(2, self._first, sinks) for t in self._memory)
-            k.copy_(keys)
-            self._sinks.write_values(v)
+            self._put_sinks(keys)
 
-    def _move(self, first: int, slots: int) -> None:
-        """Move the tokens from slot `first` on to the front of the memory, which is reallocated if its size changes."""
-        stored, old = self._end - first, self._memory
-        memory = old if old[0].shape[2] == slots else allocate_both(self.form, self.form.batch, slots, self._dtype)
-        moved = [t.narrow(2, first, stored) for t in old]
-        if memory is old and first < stored:
-            moved = [t.clone() for t in moved]  # both before one is written to
-        for t, x in zip(memory, moved, strict=True):
-            t.narrow(2, 0, stored).copy_(x)
-        self._memory, self._first, self._end = memory, 0, stored
+    def _moved(self, first: int, slots: int) -> tuple[Tensor, ...]:
+        """Memory of this size with the tokens from slot `first` on at its front; the same if none is written over."""
+        stored, memory = self._end - first, self._memory
+        if memory[0].shape[2] != slots or stored > self._first:
+            memory = allocate_both(self.form, self.form.batch, slots, self._dtype)
+        for new, old in zip(memory, self._memory, strict=True):
+            new.narrow(2, 0, stored).copy_(old.narrow(2, first, stored))
+        return memory
+
+    def _write_sinks(self) -> None:
+        """Write the sinks if an eviction was interrupted before it did."""
+        if not self._are_sinks_written:
+            self._put_sinks(self._sinks.keys(self._evicted, min(self.tokens, self.layout.window)))
+
+    def _put_sinks(self, keys: Tensor) -> None:
+        k, v = (t.narrow(2, self._first, self.layout.sinks) for t in self._memory)
+        k.copy_(keys)
+        self._sinks.write_values(v)
+        self._are_sinks_written = True
 
     def _stored(self, t: Tensor) -> Tensor:
         return t.narrow(2, self._first, self._end - self._first)
 
 
 class RollingCodes(QuantisedStore):
-    """A `QuantisedStore` that evicts tokens after the layout's sinks, with memory for the codes of two windows."""
+    """A `QuantisedStore` that evicts tokens after the layout's sinks, with memory for the codes of two windows.
+
+    `_evicted` is for how many evicted tokens the sinks in memory are rotated; -1 while they are written.
+    """
 
     def __init__(self, layout: Rolling, codec: Codec, form: Form) -> None:
         super().__init__(Contiguous(), codec, form, sinks=layout.sinks)
@@ -316,7 +341,8 @@ class RollingCodes(QuantisedStore):
 
     @property
     def min_crop(self) -> int:
-        return self._evicted and self._evicted + self.layout.window - 1
+        evicted = self.tokens_seen - self.tokens
+        return evicted and evicted + self.layout.window - 1
 
     @property
     def allocated_bytes(self) -> int:
@@ -329,16 +355,11 @@ class RollingCodes(QuantisedStore):
         evicted = max(before - window + 1, 0)  # with one new token there are `window` again
         if before < self.layout.sinks:
             self._original_sinks.put(before, k, v)
-        if not evicted:
-            return super().append(k, v)
-        keys = None
-        if self._original_sinks.rope is not None:
-            keys = self._original_sinks.keys(self._evicted + evicted, min(before - evicted + new, window))
-        cached = self._evict_and_append(k, v, evicted)
-        self._evicted += evicted
-        if keys is not None:
-            self._memories[0].sinks.copy_(keys)
-        return cached
+        return self._evict_and_append(k, v, evicted) if evicted else super().append(k, v)
+
+    def cached(self) -> tuple[CachedTensor, CachedTensor]:
+        self._rotate_sinks()
+        return super().cached()
 
     def steps(self, tokens: int = 0) -> CodedSteps:
         """A copy of the stored tokens, for steps whose position is on the device; `tokens` has no meaning here.
@@ -373,6 +394,7 @@ class RollingCodes(QuantisedStore):
             pages.move(codec.group, 0, 0)
             pages.put_reversed(m.codes, groups + start // codec.group, groups % count, batch)
             memories.append(PagedCodes(pages.part(0, codec.group), codec))
+        self._rotate_sinks()
         parts, tails = self.plain_copies()
         places, rotate = InRing(batch, count, self.form.device), self._original_sinks.rotation()
         return CodedSteps(
@@ -391,18 +413,29 @@ class RollingCodes(QuantisedStore):
     def keep(self, index: Tensor) -> None:
         raise _no_choice(self.layout)
 
+    def _rotate_sinks(self) -> None:
+        """Rotate the sinks in memory if they are not rotated for as many tokens as were evicted."""
+        evicted = self.tokens_seen - self.tokens
+        if self._evicted == evicted:
+            return
+        if self._original_sinks.rope is not None:
+            keys = self._original_sinks.keys(evicted, min(self.tokens, self.layout.window))
+            self._evicted = -1
+            self._memories[0].sinks.copy_(keys)
+        self._evicted = evicted
+
     def _evict_and_append(self, k: Tensor, v: Tensor | None, count: int) -> tuple[CachedTensor, CachedTensor]:
         """Evict the first `count` tokens after the sinks, and append; if the append fails, neither."""
-        state = self._ranges, self._coded, self._begin, self._before
+        state = self._ranges, self._coded, self._begin
         coded = min(count, self._coded)
-        if coded:
-            self._ranges, self._coded = without_first(self._ranges, coded), self._coded - coded
-            self._are_parts_valid = False
-        self._begin += count - coded
         try:
+            if coded:
+                self._ranges, self._coded = without_first(self._ranges, coded), self._coded - coded
+                self._are_parts_valid = False
+            self._begin += count - coded
             return super().append(k, v)
         except BaseException:
-            self._ranges, self._coded, self._begin, self._before = state
+            self._ranges, self._coded, self._begin = state
             self._are_parts_valid = False
             raise
 

@@ -1,6 +1,8 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -56,12 +58,16 @@ class Sequence(BlockTable):
         """
         self.check_usable()
         other = Sequence(self.storage, self.ids.copy())
-        other.plain, other.coded, other.tokens = self.plain.copy(), self.coded.copy(), self.tokens
-        other.indexed, other.node = self.indexed, self.node
+        other.tokens, other.indexed, other.node = self.tokens, self.indexed, self.node
         other.is_exact, other.segments = self.is_exact, self.segments
-        for page in (*other.plain, *other.coded):  # each has a reference, so none is free
-            page.references += 1
-        self.batch = None
+        self.batch = None  # a page that both have is copied before one of them writes to it
+        try:
+            other.plain, other.coded = self.plain.copy(), self.coded.copy()
+            for page in (*other.plain, *other.coded):  # each has a reference, so none is free
+                page.references += 1
+        except BaseException:  # Ctrl-C: `other` would release pages that it has not retained
+            self.storage.count_references()
+            raise
         return other
 
     def __copy__(self) -> "Sequence":
@@ -71,10 +77,16 @@ class Sequence(BlockTable):
         """Release its pages; a second call does nothing. Pages with known tokens can be found until they are reused."""
         if self.is_freed:
             return
-        self.is_freed, self.batch = True, None
-        self.storage.tables.discard(self)
-        self.release_from(0)
-        self.tokens = 0
+        try:
+            self.is_freed, self.batch = True, None
+            self.storage.tables.discard(self)
+            self.release_from(0)
+            self.tokens = 0
+        except BaseException:  # Ctrl-C: a second call would release nothing
+            self.is_freed, self.batch, self.tokens, self.plain, self.coded = True, None, 0, [], []
+            self.storage.tables.discard(self)
+            self.storage.count_references()
+            raise
 
     def __del__(self) -> None:
         if hasattr(self, "is_freed"):
@@ -169,8 +181,9 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
             del s.ids[tokens:]
         return
     if sequences[0].segments is not None:
-        for s in sequences:
-            _crop_segments(s, tokens)
+        with _freed_by_interrupts(sequences):
+            for s in sequences:
+                _crop_segments(s, tokens)
         return
     storage = sequences[0].storage
     cut = max(_first_cut(s, tokens) for s in sequences)
@@ -179,7 +192,20 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         crop = _planned(sequences, tokens, cut)  # whole pages stay codes
     storage.check_free(crop.more, crop.new)
     storage.reserve(storage.plain.used + crop.new_plain, storage.coded.used)
-    _crop_pages(sequences, tokens, crop)
+    with _freed_by_interrupts(sequences):
+        _crop_pages(sequences, tokens, crop)
+
+
+@contextmanager
+def _freed_by_interrupts(sequences: list[Sequence]) -> Iterator[None]:
+    """Free the sequences if Ctrl-C comes while their pages change: what is left of them is not what they say."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for s in sequences:
+            s.free()
+        sequences[0].storage.count_references()
+        raise
 
 
 class _Crop(NamedTuple):

@@ -5,7 +5,7 @@ methods and an entry in the table of `kv_cache.py`.
 """
 
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ and 2 dtypes).
 """
 ALIGNMENT = 64
 """Bytes: a line of a CPU's cache."""
+
+S = TypeVar("S")
 
 CachedTensor = Tensor | StoredTensor
 """Keys, or values, as `append` returns them: a view where a strided tensor can describe the memory, else a handle."""
@@ -50,7 +52,9 @@ class Form(NamedTuple):
 class Store(Protocol):
     """Keys and values in one layout. Created as `Class(layout, codec, form)` at the first `append`.
 
-    A method that raises leaves the store unchanged.
+    A method that raises leaves the store unchanged. `crop`, `select` and `keep` are called on a `replacement`, so an
+    error or Ctrl-C in them leaves the store in use as it was if they only assign new values; `append` must undo what it
+    changed.
 
     The codec is None, a float dtype, or a `Codec` whose `keys` is "channel" or "token", never None. With
     `codec.rotate`, `append` receives keys and values rotated by `hadamard`, and handles have `rotated=True`.
@@ -167,6 +171,13 @@ class Policy(Protocol):
     def start(self) -> PolicyState:
         """The state for one new cache."""
         ...
+
+
+def replacement(store: S) -> S:
+    """A store in the same memory, to be changed and then used in place of the given one."""
+    other = object.__new__(type(store))
+    other.__dict__.update(store.__dict__)
+    return other
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
