@@ -707,12 +707,6 @@ def test_a_mask_of_integers_is_a_problem():
         attention(Plain(), q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.int64))
 
 
-def test_a_sink_per_row_is_refused():
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(RefusalError, match=r"sinks of this model are \[1, 2, 3, 1\]"):
-        attention(Plain(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
-
-
 def test_the_name_can_be_given_when_a_model_is_made():
     register()
     register()

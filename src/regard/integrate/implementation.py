@@ -7,7 +7,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard.errors import RefusalError
 from regard.integrate.cache_argument import usual_name
@@ -145,13 +145,3 @@ def is_known_to_ask(identity: int) -> bool:
         identity: the `id` of the config: torch 2.11 takes numbers and strings alone as arguments here.
     """
     return identity in _asking
-
-
-def sink_of(logits: Tensor | None) -> Tensor | None:
-    """The logits of sinks, one per head. Raises `RefusalError` for logits of another shape."""
-    if logits is not None and logits.ndim != 1:
-        raise RefusalError(
-            f"the sinks of this model are {list(logits.shape)}: regard takes one logit per head, [heads]. Use "
-            'attn_implementation="eager" for it.'
-        )
-    return logits
