@@ -636,20 +636,25 @@ def test_a_keyword_that_eager_drops_is_dropped():
 
 
 class Plain(nn.Module):
-    """An attention module that says nothing of itself, as BERT's."""
+    """An attention module that says nothing of itself, as Mllama's cross-attention."""
+
+
+class CausalPlain(Plain):
+    is_causal = True
 
 
 def test_without_a_mask_the_first_query_is_at_the_first_key():
     """As a static cache has it when the prompt comes: 3 queries, 7 keys of which 4 are still to come."""
     q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
-    whole, _ = attention(Plain(), q, k, v, None)
-    prompt, _ = attention(Plain(), q, k[:, :, :3], v[:, :, :3], None)
+    whole, _ = attention(CausalPlain(), q, k, v, None)
+    prompt, _ = attention(CausalPlain(), q, k[:, :, :3], v[:, :, :3], None)
     assert torch.allclose(whole, prompt, atol=1e-6)
 
 
 def test_a_single_query_without_a_mask_sees_every_key():
     q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4)
-    assert torch.equal(attention(Plain(), q, k, k, None)[0], attention(Plain(), q, k, k, None, is_causal=False)[0])
+    ours, _ = attention(CausalPlain(), q, k, k, None)
+    assert torch.equal(ours, attention(Plain(), q, k, k, None, is_causal=False)[0])
 
 
 def test_the_output_has_tokens_before_heads_and_is_contiguous():

@@ -25,7 +25,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import EvictingLayer, Pending, latest, take_latest
 from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
-from regard.integrate.implementation import SINK_BESIDE_WEIGHTS, WITHOUT_EFFECT, check_keywords
+from regard.integrate.implementation import SINK_BESIDE_WEIGHTS, UNMASKED_SEE_ALL, WITHOUT_EFFECT, check_keywords
 from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, sizes_of
 from regard.integrate.layer_call import run_layer
 from regard.integrate.layer_mask import LayerMask
@@ -196,8 +196,22 @@ def _mask_of(
             )
         return None, TensorBias(given), 0
     # Without a mask the first query is at the first key, also where a static cache returns slots of future tokens.
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = _is_causal_by_itself(module) if is_causal is None else is_causal
     return (Causal() if causal and queries > 1 else None), None, 0
+
+
+def _is_causal_by_itself(module: nn.Module) -> bool:
+    """Whether a module is causal where it gets no mask, though its eager attention would see all keys.
+
+    A causal model gets a mask from regard in every call. Code that passes none to a module with `is_causal` was written
+    for torch's kernel, which is causal then. Modules that mean to see all do not have the attribute, or it is False:
+    cross-attention to an image (Mllama) has none.
+    """
+    return getattr(module, "is_causal", False) and _model_type(module) not in UNMASKED_SEE_ALL
+
+
+def _model_type(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
@@ -209,7 +223,7 @@ def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
 def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, Any]) -> Tensor:
     """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
     k = expanded(module, key)[0] if isinstance(key, Latents | SplitLatents) else dense(key)
-    if getattr(getattr(module, "config", None), "model_type", None) in SINK_BESIDE_WEIGHTS:
+    if _model_type(module) in SINK_BESIDE_WEIGHTS:
         options = options | {"sink": None}
     units = torch.eye(k.shape[2], dtype=query.dtype, device=query.device).expand(*k.shape[:2], -1, -1)
     if torch.compiler.is_compiling():

@@ -45,6 +45,12 @@ UNSUPPORTED = {
 SINK_BESIDE_WEIGHTS = frozenset({"granite_swa", "granitemoe_swa"})
 """Models whose eager attention applies the sink to its output, and returns weights that sum to 1."""
 
+UNMASKED_SEE_ALL = frozenset({"bridgetower_text_model"})
+"""Models with attention that says `is_causal`, and whose eager attention without a mask sees all keys all the same.
+
+The tokens of an image in BridgeTower attend to one another with a layer made for text; with torch's kernel they are
+causal."""
+
 if usual_name() == "cache":
     WITHOUT_EFFECT["cache"] = WITHOUT_EFFECT["use_cache"]
 else:
