@@ -15,11 +15,13 @@ from regard.integrate.attention_function import attention
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import VOCABULARY, close, padding, tokens
 
-SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "hidden_size": 32}
-SIZES |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-SIZES |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 5}
-SIZES |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "rel_extent": 7, "d_rel": 4}
-SIZES |= {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "eos_token_id": 2, "pad_token_id": 0}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "eos_token_id": 2, "pad_token_id": 0,
+    "hidden_size": 32, "num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rel_extent": 7, "d_rel": 4,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 5,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 FAMILIES = ["Inkling2", "Inkling2Loop"]
 
 
