@@ -30,6 +30,8 @@ from transformers import (
     LlamaPreTrainedModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     StaticCache,
     XGLMConfig,
@@ -420,6 +422,12 @@ def test_whoever_watches_sees_a_call_once_though_weights_are_asked_for():
 def test_a_model_that_attends_by_itself_is_refused(name: str):
     with pytest.raises(ProblemError, match="never asks transformers' AttentionInterface"):
         use_regard(model(name))
+
+
+def test_a_model_without_attention_is_not_said_to_have_some():
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    with pytest.raises(ProblemError, match="MambaForCausalLM computes its attention, if it has any, in its own file"):
+        use_regard(MambaForCausalLM(MambaConfig(**sizes)))
 
 
 @pytest.mark.parametrize("heads", [4, 6])
