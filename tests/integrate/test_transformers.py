@@ -30,6 +30,8 @@ from transformers import (
     LlamaPreTrainedModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     StaticCache,
     XGLMConfig,
@@ -422,6 +424,12 @@ def test_a_model_that_attends_by_itself_is_refused(name: str):
         use_regard(model(name))
 
 
+def test_a_model_without_attention_is_not_said_to_have_some():
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    with pytest.raises(ProblemError, match="MambaForCausalLM computes its attention, if it has any, in its own file"):
+        use_regard(MambaForCausalLM(MambaConfig(**sizes)))
+
+
 @pytest.mark.parametrize("heads", [4, 6])
 def test_the_alibi_that_the_refusal_of_falcon_names_gives_its_attention(heads: int):
     sizes = {"vocab_size": 50, "hidden_size": 8 * heads, "num_hidden_layers": 1, "num_attention_heads": heads}
@@ -636,20 +644,25 @@ def test_a_keyword_that_eager_drops_is_dropped():
 
 
 class Plain(nn.Module):
-    """An attention module that says nothing of itself, as BERT's."""
+    """An attention module that says nothing of itself, as Mllama's cross-attention."""
+
+
+class CausalPlain(Plain):
+    is_causal = True
 
 
 def test_without_a_mask_the_first_query_is_at_the_first_key():
     """As a static cache has it when the prompt comes: 3 queries, 7 keys of which 4 are still to come."""
     q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
-    whole, _ = attention(Plain(), q, k, v, None)
-    prompt, _ = attention(Plain(), q, k[:, :, :3], v[:, :, :3], None)
+    whole, _ = attention(CausalPlain(), q, k, v, None)
+    prompt, _ = attention(CausalPlain(), q, k[:, :, :3], v[:, :, :3], None)
     assert torch.allclose(whole, prompt, atol=1e-6)
 
 
 def test_a_single_query_without_a_mask_sees_every_key():
     q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4)
-    assert torch.equal(attention(Plain(), q, k, k, None)[0], attention(Plain(), q, k, k, None, is_causal=False)[0])
+    ours, _ = attention(CausalPlain(), q, k, k, None)
+    assert torch.equal(ours, attention(Plain(), q, k, k, None, is_causal=False)[0])
 
 
 def test_the_output_has_tokens_before_heads_and_is_contiguous():
@@ -705,12 +718,6 @@ def test_a_mask_of_integers_is_a_problem():
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(ProblemError, match=r"attention_mask is torch.int64 \[1, 1, 3, 3\]"):
         attention(Plain(), q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.int64))
-
-
-def test_a_sink_per_row_is_refused():
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(RefusalError, match=r"sinks of this model are \[1, 2, 3, 1\]"):
-        attention(Plain(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
 
 
 def test_the_name_can_be_given_when_a_model_is_made():

@@ -1,9 +1,9 @@
 """The attention function that models of transformers call, computed by regard.
 
 Regard computes what a model's `eager_attention_forward` computes, in float32 or better: grouped heads without copies,
-`softcap`, sinks (`s_aux`), T5's `position_bias`, keys that an indexer chose (`indices`, in DeepSeek-V3.2). Two things
-differ on purpose: a query that may see no key (padding on the left) gives 0, where eager averages keys that it should
-not see; and dropout draws its own random numbers.
+`softcap`, sinks (`s_aux`, a logit per head; `sinks`, also one per query), T5's `position_bias`, keys that an indexer
+chose (`indices`, in DeepSeek-V3.2). Two things differ on purpose: a query that may see no key (padding on the left)
+gives 0, where eager averages keys that it should not see; and dropout draws its own random numbers.
 """
 
 import contextvars
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from transformers.utils import output_capturing
 
-from regard.attention import attend
 from regard.cache.store import CachedTensor
 from regard.calls import after_dropped, current_observers, current_route
 from regard.describe.bias import Bias, TensorBias
@@ -26,11 +25,12 @@ from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import EvictingLayer, Pending, latest, take_latest
 from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
-from regard.integrate.implementation import SINK_BESIDE_WEIGHTS, WITHOUT_EFFECT, check_keywords, sink_of
+from regard.integrate.implementation import SINK_BESIDE_WEIGHTS, UNMASKED_SEE_ALL, WITHOUT_EFFECT, check_keywords
 from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, sizes_of
 from regard.integrate.layer_call import run_layer
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
+from regard.integrate.sinks import attend_with_sink, sink_of
 from regard.torch_internals import in_transform
 
 Stored = CachedTensor | Latents | SplitLatents
@@ -104,7 +104,7 @@ def attention(
         )
     batch, keys = sizes_of(k)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
-    options["sink"] = sink_of(s_aux if s_aux is not None else sinks)
+    options["sink"] = s_aux if s_aux is not None else sinks
     if found is not None:
         layer, is_unchanged = found
         _check_bias(layer, position_bias)
@@ -131,8 +131,8 @@ def attention(
 
 def _attend(module: nn.Module, query: Tensor, key: Stored, value: Stored, **options: Any) -> Tensor:
     if isinstance(key, Latents | SplitLatents):
-        return attend_latents(module, query, key, **options)
-    return attend(query, key, cast(CachedTensor, value), **options)
+        return attend_latents(module, query, key, **options | {"sink": sink_of(options["sink"])})
+    return attend_with_sink(query, key, cast(CachedTensor, value), **options)
 
 
 def _observe_queries(module: nn.Module, layer: EvictingLayer, query: Tensor) -> Tensor:
@@ -144,6 +144,7 @@ def _by_row(
     module: nn.Module, layer: EvictingLayer, query: Tensor, given: Any, options: dict[str, Any], is_unchanged: bool
 ) -> Tensor:
     """The attention of a padded batch to a layer that evicts, [batch, queries, heads, v_dim]."""
+    options = options | {"sink": sink_of(options["sink"])}  # its rows have fewer queries than sinks of one per query
 
     def run(q: Tensor, found: tuple[Any, Any], keep: Mask | None) -> Tensor:
         with after_dropped(layer.get_seq_length() - sizes_of(found[0])[1], layer.kv.has_gaps):
@@ -195,8 +196,22 @@ def _mask_of(
             )
         return None, TensorBias(given), 0
     # Without a mask the first query is at the first key, also where a static cache returns slots of future tokens.
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = _is_causal_by_itself(module) if is_causal is None else is_causal
     return (Causal() if causal and queries > 1 else None), None, 0
+
+
+def _is_causal_by_itself(module: nn.Module) -> bool:
+    """Whether a module is causal where it gets no mask, though its eager attention would see all keys.
+
+    A causal model gets a mask from regard in every call. Code that passes none to a module with `is_causal` was written
+    for torch's kernel, which is causal then. Modules that mean to see all do not have the attribute, or it is False:
+    cross-attention to an image (Mllama) has none.
+    """
+    return getattr(module, "is_causal", False) and _model_type(module) not in UNMASKED_SEE_ALL
+
+
+def _model_type(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
@@ -208,13 +223,13 @@ def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
 def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, Any]) -> Tensor:
     """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
     k = expanded(module, key)[0] if isinstance(key, Latents | SplitLatents) else dense(key)
-    if getattr(getattr(module, "config", None), "model_type", None) in SINK_BESIDE_WEIGHTS:
+    if _model_type(module) in SINK_BESIDE_WEIGHTS:
         options = options | {"sink": None}
     units = torch.eye(k.shape[2], dtype=query.dtype, device=query.device).expand(*k.shape[:2], -1, -1)
     if torch.compiler.is_compiling():
-        return attend(query, k, units, **options)
+        return attend_with_sink(query, k, units, **options)
     # In a context of its own, so that observers of the model's calls do not see this one.
-    return contextvars.Context().run(functools.partial(attend, query, k, units, **options))
+    return contextvars.Context().run(functools.partial(attend_with_sink, query, k, units, **options))
 
 
 def _is_recorded() -> bool:

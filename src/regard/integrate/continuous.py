@@ -26,9 +26,10 @@ from regard.attention import attend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.implementation import check_keywords, sink_of
+from regard.integrate.implementation import check_keywords
 from regard.integrate.latent import latent_modules
 from regard.integrate.mask_function import COMPUTE_WITH_MASKS
+from regard.integrate.sinks import sink_of
 from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import check_model
 

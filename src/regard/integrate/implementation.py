@@ -7,7 +7,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard.errors import RefusalError
 from regard.integrate.cache_argument import usual_name
@@ -44,6 +44,12 @@ UNSUPPORTED = {
 
 SINK_BESIDE_WEIGHTS = frozenset({"granite_swa", "granitemoe_swa"})
 """Models whose eager attention applies the sink to its output, and returns weights that sum to 1."""
+
+UNMASKED_SEE_ALL = frozenset({"bridgetower_text_model"})
+"""Models with attention that says `is_causal`, and whose eager attention without a mask sees all keys all the same.
+
+The tokens of an image in BridgeTower attend to one another with a layer made for text; with torch's kernel they are
+causal."""
 
 if usual_name() == "cache":
     WITHOUT_EFFECT["cache"] = WITHOUT_EFFECT["use_cache"]
@@ -145,13 +151,3 @@ def is_known_to_ask(identity: int) -> bool:
         identity: the `id` of the config: torch 2.11 takes numbers and strings alone as arguments here.
     """
     return identity in _asking
-
-
-def sink_of(logits: Tensor | None) -> Tensor | None:
-    """The logits of sinks, one per head. Raises `RefusalError` for logits of another shape."""
-    if logits is not None and logits.ndim != 1:
-        raise RefusalError(
-            f"the sinks of this model are {list(logits.shape)}: regard takes one logit per head, [heads]. Use "
-            'attn_implementation="eager" for it.'
-        )
-    return logits

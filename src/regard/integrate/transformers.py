@@ -31,9 +31,9 @@ def register() -> None:
     `use_regard` checks a model, and this name does not. A model that computes attention by itself raises `ProblemError`
     when it makes its first mask, if transformers makes its masks, and is otherwise as without the name; so does one of
     that kind with attention classes of your own, and its copies, until `use_regard` has seen them. A class that
-    looks its attention up in a table of its own raises `KeyError: 'regard'` when it is made: GIT, SAM and SAM-HQ, which
-    are made without the name for `use_regard(model)`; and Falcon, Data2Vec's for images and SuperGlue, which
-    `use_regard` refuses as well.
+    looks its attention up in a table of its own raises `KeyError: 'regard'` when it is made: GIT, SAM, SAM-HQ,
+    DeepSeek-OCR-2 and Unlimited-OCR, which are made without the name for `use_regard(model)`; and Bark, Falcon,
+    GPT-Neo, Data2Vec's for images and SuperGlue, which `use_regard` refuses as well.
 
     >>> register()
     >>> "regard" in AttentionInterface().valid_keys()
@@ -90,10 +90,10 @@ def check_model(model: Any) -> None:
     uses = {kind: names for kind, names in uses.items() if INTERFACE in names[0]}
     if not uses:
         raise ProblemError(
-            f"{type(model).__name__} computes attention in its own file ({type(model).__module__}) and never asks "
-            "transformers' AttentionInterface, so its attention cannot be replaced. Leave it as it is, or call "
-            "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads), in Falcon with "
-            "slopes=regard.Alibi(heads).slope_per_head() * head_dim ** -0.5)."
+            f"{type(model).__name__} computes its attention, if it has any, in its own file "
+            f"({type(model).__module__}) and never asks transformers' AttentionInterface, so regard cannot replace it. "
+            "Leave it as it is, or call regard.attend in a copy of its attention class (ALiBi is "
+            "bias=regard.Alibi(heads), in Falcon with slopes=regard.Alibi(heads).slope_per_head() * head_dim ** -0.5)."
         )
     refused = UNSUPPORTED.keys() - inspect.signature(attention).parameters.keys()
     for kind, (_, keywords) in uses.items():
