@@ -45,7 +45,7 @@ class _Memory:
         """The parts before the tail: they change only when sinks or codes change."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the parts, which refer to the same memory and are made again."""
+        """The state, without the parts, which refer to the same memory and are made again."""
         return self.__dict__ | {"fixed_parts": FixedParts(())}
 
     def oldest(self, begin: int, end: int, x: Tensor, skip: int, tokens: int) -> Tensor:
@@ -295,7 +295,7 @@ class QuantisedStore:
         self._are_parts_valid = True
 
     def _round_up(self, tokens: int) -> int:
-        """To a whole number of groups."""
+        """The tokens, rounded up to whole groups."""
         return -(-tokens // self.codec.group) * self.codec.group
 
     def _next_slot(self) -> int:
