@@ -17,6 +17,7 @@ prompt.py                           the prompt: a text, a file, or stdin
 expression_names.py, expression.py  masks and biases from a line of text: names without torch, then the values
 outputs.py                          files that are written: checked before the work, never replaced by mistake
 progress.py                         progress bars
-byte_size.py, quoted.py             bytes with their unit; text of the user in a message
+byte_size.py, durations.py          bytes and times with their units
+quoted.py                           text of the user in a message
 ```
 """
