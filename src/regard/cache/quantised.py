@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens
+from regard.cache.coded_slots import CodedSlots, SlotRange, only_first
 from regard.cache.coded_steps import CodedSteps, InOrder
 from regard.cache.store import (
     CachedTensor,
@@ -169,7 +169,7 @@ class QuantisedStore:
             return
         self._begin = self._end = 0
         self._sinks -= max(over - self._coded, 0)
-        self._ranges = first_tokens(self._ranges, max(self._coded - over, 0))
+        self._ranges = only_first(self._ranges, max(self._coded - over, 0))
         self._coded, self._before, self._are_parts_valid = _count(self._ranges), None, False
 
     def _restore(self, before: _Snapshot, tokens: int) -> None:
@@ -180,7 +180,7 @@ class QuantisedStore:
         count = max(left - self.codec.residual, 0) // group * group if new else 0
         self.tokens_seen, self._sinks = tokens, before.sinks + sinks
         self._begin, self._end = before.begin + count, before.end + new - sinks
-        self._ranges, self._coded = first_tokens(self._ranges, coded + count), coded + count
+        self._ranges, self._coded = only_first(self._ranges, coded + count), coded + count
         self._are_parts_valid = False
 
     def reset(self) -> None:
