@@ -12,7 +12,7 @@ from benchmarks.report import table
 from regard import Causal, KeyLengths, attend
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, timed
 from regard.cache.pool import PagePool
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.shared_prefix import attend_shared
 from regard.storage.codec import Codec, Int8
 from regard.storage.stored import StoredTensor
@@ -77,7 +77,7 @@ def _results_table(measures: dict[str, Measure], effort: Effort, first: str) -> 
     for name in measures:
         seconds = rounds.median(lambda t: t, name)
         ratio = rounds.median(lambda t, ours: t / ours, name, first)
-        rows.append((name, duration(math.nan if seconds is None else seconds), f"{ratio or math.nan:.2f}x"))
+        rows.append((name, call_duration(math.nan if seconds is None else seconds), f"{ratio or math.nan:.2f}x"))
     return table(("", "time", "of the first"), rows)
 
 

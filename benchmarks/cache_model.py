@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 
 from benchmarks.report import table
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_argument import as_argument
 from regard.integrate.transformers import register
@@ -180,7 +180,7 @@ def results_table(lines: Sequence[Line]) -> str:
     """The table of these."""
     rows = [
         (
-            line.kind.name, f"{1e3 * line.seconds:.1f} ms", duration(line.attention), f"{line.faster:.2f}x",
+            line.kind.name, f"{1e3 * line.seconds:.1f} ms", call_duration(line.attention), f"{line.faster:.2f}x",
             f"{line.beside:.2f}x", line.goal(), line.reached(),
         )
         for line in lines

@@ -20,7 +20,7 @@ from regard.bench.case import COLD
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, timed
 from regard.cache.kv_cache import KVCache
 from regard.cache.pool import PagePool
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Latent, Paged
 
@@ -234,8 +234,8 @@ def results_table(lines: list[Line], beside: str) -> str:
     head = ["stored as", "MiB", "attend", "read", "of bandwidth", f"{beside} / this", "append + attend"]
     rows = [
         [
-            line.way.name, f"{line.nbytes / 2**20:.1f}", duration(line.seconds), f"{line.rate / 1e9:.0f} GB/s",
-            "" if line.share is None else f"{100 * line.share:.0f} %", f"{line.faster:.2f}x", duration(line.step),
+            line.way.name, f"{line.nbytes / 2**20:.1f}", call_duration(line.seconds), f"{line.rate / 1e9:.0f} GB/s",
+            "" if line.share is None else f"{100 * line.share:.0f} %", f"{line.faster:.2f}x", call_duration(line.step),
             line.goal(), line.reached(),
         ]
         for line in lines
@@ -260,6 +260,6 @@ def chunks(filled: list[FilledCaches], beside: str, effort: Effort) -> str:
         for queries in CHUNKS:
             names = f"{beside}, {queries}", f"{one.way.name}, {queries}"
             ratio = _median(rounds, lambda theirs, t: theirs / t, *names)
-            row += [duration(_median(rounds, lambda t: t, names[1])), f"{ratio:.2f}x"]
+            row += [call_duration(_median(rounds, lambda t: t, names[1])), f"{ratio:.2f}x"]
         rows.append(row)
     return table(("stored as", *(f for n in CHUNKS for f in (f"{n} queries", f"{beside} / this"))), rows)

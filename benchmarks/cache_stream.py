@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.report import table
 from regard import Causal, Rope, attend
 from regard.cache.kv_cache import KVCache
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.storage.stored import Rolling
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
@@ -97,7 +97,7 @@ def results_table(marks: Sequence[Mark]) -> str:
     """The table of these."""
     rows = [
         (
-            f"{mark.tokens:,}", duration(mark.seconds), f"{mark.seconds / marks[0].seconds:.2f}x",
+            f"{mark.tokens:,}", call_duration(mark.seconds), f"{mark.seconds / marks[0].seconds:.2f}x",
             f"{mark.allocated / 2**10:,.0f} KiB", f"{mark.error:.1e}",
         )
         for mark in marks

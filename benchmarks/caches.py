@@ -16,7 +16,7 @@ from benchmarks.report import machine
 from regard.bench.limits import STREAMED
 from regard.bench.rounds import Effort, on_threads
 from regard.cli.argument_types import count
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.errors import ProblemError
 from regard.integrate.checkpoint import load
 
@@ -162,7 +162,7 @@ def picture(found: Found) -> str:
         for line in found.steps
     ]
     tokens = [
-        Bar(line.kind.name, 1e3 * line.attention, duration(line.attention), line.kind.options is not None)
+        Bar(line.kind.name, 1e3 * line.attention, call_duration(line.attention), line.kind.options is not None)
         for line in found.tokens
     ]
     return cache_pictures.bars(
@@ -175,7 +175,7 @@ def picture(found: Found) -> str:
 
 def _step_label(line: cache_steps.Line) -> str:
     share = "" if line.share is None else f" · {100 * line.share:.0f} % of bandwidth"
-    return f"{duration(line.seconds)}{share} · {line.faster:.1f}x"
+    return f"{call_duration(line.seconds)}{share} · {line.faster:.1f}x"
 
 
 def _goal(line: cache_steps.Line, plain: float) -> float | None:

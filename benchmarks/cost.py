@@ -22,7 +22,7 @@ from regard.bench import limits
 from regard.bench.case import Case
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
 from regard.bench.this_machine import EFFORT, measure_efficiency
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.cost.expected import BACKWARD, expected_seconds
 from regard.cost.machine import Efficiency, Machine
 from regard.errors import ProblemError
@@ -140,7 +140,12 @@ def compare(case: Case, dtype: torch.dtype, threads: int, effort: Effort, effici
 def text_of(lines: Sequence[Line]) -> str:
     """The table and the median error."""
     rows = [
-        (x.name, x.dtype, duration(x.roofline), duration(x.expected), duration(x.measured), f"{100 * x.error:+.0f} %")
+        (
+            x.name,
+            x.dtype,
+            *map(call_duration, (x.roofline, x.expected, x.measured)),
+            f"{100 * x.error:+.0f} %",
+        )
         for x in lines
     ]
     errors = sorted(abs(line.error) for line in lines)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu_cases import SECTIONS
 from benchmarks.report import table
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.cost.machines import find_machine
 
 FOLDER = "performance/gpu"
@@ -120,7 +120,7 @@ def in_words(record: Record) -> str:
         return f"{name}: {record.note}"
     rates = f", {record.flops / record.seconds / 1e12:,.3g} TFLOP/s" if record.flops else ""
     rates += f", {record.nbytes / record.seconds / 1e9:,.0f} GB/s" if record.nbytes else ""
-    return f"{name} {duration(record.seconds)}{rates}"
+    return f"{name} {call_duration(record.seconds)}{rates}"
 
 
 def _speed(record: Record | None) -> str:
@@ -169,7 +169,7 @@ def _row(case: str, own: dict[str, Record], columns: Sequence[str], chip: Chip) 
     return [
         case,
         "" if ours is None else ours.backend,
-        "" if ours is None else duration(ours.seconds) if ours.seconds is not None else f"no: {ours.note}",
+        "" if ours is None else call_duration(ours.seconds) if ours.seconds is not None else f"no: {ours.note}",
         _speed(ours),
         "" if part is None else f"{100 * part:.0f} %",
         *(_speed(own.get(name)) for name in columns),
@@ -291,7 +291,7 @@ def _is_measured(cases: dict[str, dict[str, Record]], library: str) -> bool:
 
 
 def _time(record: Record | None) -> str:
-    return "" if record is None else duration(record.seconds) if record.seconds is not None else record.note
+    return "" if record is None else call_duration(record.seconds) if record.seconds is not None else record.note
 
 
 def _limits(chip: Chip) -> str:

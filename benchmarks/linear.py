@@ -28,7 +28,7 @@ from benchmarks.report import machine, table
 from regard import Causal, attend
 from regard.bench import limits
 from regard.bench.rounds import Effort, Rounds, interleaved, on_threads, timed
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.linear import Decay, Delta, Favor, Feature, FeatureError, Gated, Rule, Taylor, linear_attend
 from regard.linear.attend import CHUNK
 
@@ -224,7 +224,7 @@ def page(found: Found, quick: bool) -> str:
         FUNCTION,
         "![Time by number of tokens](linear.svg)",
         "## Time by length",
-        table(("tokens", *found.seconds), _by_length(found.seconds, duration)),
+        table(("tokens", *found.seconds), _by_length(found.seconds, call_duration)),
         f"Exact attention is measured up to {exact:,} tokens. It is slower than linear attention from this length on:",
         table(("", *(name for name in KINDS if name != EXACT)), [("tokens", *_crossings(found))]),
         "## Memory by length",
@@ -233,7 +233,7 @@ def page(found: Found, quick: bool) -> str:
         "## Beside the machine's limit and beside running sums",
         f"At {PLAIN:,} tokens: FLOPs of the matrix products per second of the call. The machine's limit is {limit}.",
         table(("", "GFLOP/s", "of limit"), rates),
-        USUAL.format(time=duration(found.plain[0]), times=found.plain[1]),
+        USUAL.format(time=call_duration(found.plain[0]), times=found.plain[1]),
         "## The error of Favor and Taylor against softmax",
         NEAR.format(tokens=ERRED, dim=DIM),
         table(("length", "features", "kernel's error", "by Lemma 2", "misplaced"), list(_errors())),

@@ -25,7 +25,7 @@ from regard import attend
 from regard.atomic_write import write_whole
 from regard.bench.case import Case
 from regard.bench.rounds import Effort, Measure, interleaved, on_threads, timed
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.errors import ProblemError
 
 PAGE = "performance/others"
@@ -177,8 +177,8 @@ def rendered(lines: Sequence[Line]) -> str:
     """The table, in Markdown."""
     rows = [
         (
-            line.case, TYPES[str(line.dtype)[6:]], duration(line.seconds["regard"]),
-            *(duration(line.seconds[name]) if name in line.seconds else "" for name in ("vLLM", "OpenVINO")),
+            line.case, TYPES[str(line.dtype)[6:]], call_duration(line.seconds["regard"]),
+            *(call_duration(line.seconds[name]) if name in line.seconds else "" for name in ("vLLM", "OpenVINO")),
             *(f"{line.ratios[name]:.2f}x" if name in line.ratios else "" for name in ("vLLM", "OpenVINO")),
         )
         for line in lines

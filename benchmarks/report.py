@@ -14,7 +14,7 @@ from benchmarks.cases import MEMORY, SECTIONS, Goal, Section
 from benchmarks.machine_kind import AS, title
 from regard import native
 from regard.bench.measure import Result
-from regard.cli.bench import duration
+from regard.cli.durations import call_duration
 from regard.inspect.surveying.run import machine as device
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -138,12 +138,12 @@ def _goal(line: Line) -> str:
 Cell = Callable[[Result], str]
 
 COLUMNS: dict[str, Cell] = {
-    "time": lambda r: duration(r.seconds),
+    "time": lambda r: call_duration(r.seconds),
     "speed": _rate,
     "limit": _limit,
     "of limit": lambda r: "" if r.share is None else f"{100 * r.share:.1f} %",  # a goal may be missed by less than 1 %
     "cost": lambda r: "" if r.cost is None else f"{r.cost:.2f}",
-    "torch": lambda r: "" if r.torch_seconds is None else duration(r.torch_seconds),
+    "torch": lambda r: "" if r.torch_seconds is None else call_duration(r.torch_seconds),
     "torch / regard": lambda r: _times(r.ratio),
 }
 
@@ -213,7 +213,7 @@ def _beside_peers(lines: Sequence[Line], kind: str) -> list[str]:
     if kind != peers.KIND or torch.get_num_threads() != peers.THREADS:
         return []
     rows = [
-        (line.name, TYPES[line.dtype], duration(line.result.seconds), f"{best:g} ms", whose,
+        (line.name, TYPES[line.dtype], call_duration(line.result.seconds), f"{best:g} ms", whose,
          _times(best / 1e3 / line.result.seconds))
         for line in lines
         if line.result is not None and (line.name, line.dtype) in peers.BEST

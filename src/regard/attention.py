@@ -23,9 +23,9 @@ from regard.describe.suggestions import suggest_keywords
 from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
-from regard.dispatch.operator import attend_traced, is_counted
 from regard.dispatch.plan_cache import prepare
 from regard.dispatch.step import step
+from regard.dispatch.traced_call import attend_traced, is_counted
 from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import check_readable
 from regard.plan.pose import capability_of, pose

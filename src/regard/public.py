@@ -5,7 +5,8 @@ from regard.cache import KVCache
 from regard.calls import Call, observe_calls, replace_outputs
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.check_mask import check_mask
-from regard.describe.mask import Mask, draw
+from regard.describe.draw_mask import draw
+from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
 from regard.describe.mask_function import MaskFunction

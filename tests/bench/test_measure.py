@@ -73,6 +73,12 @@ def test_gradients_are_taken_where_a_case_asks_for_them():
     assert both.flops == 3.5 * forward.flops
 
 
+def test_the_flops_of_gradients_are_those_of_five_products_for_values_of_another_dimension():
+    """Three of the five products take 16 multiply-adds for a pair, and two take 8."""
+    result = measure(Case("", 64, 64, dim=16, v_dim=8, backward=True), torch.float32, 1, ONCE)
+    assert result.flops == 2 * result.pairs * (16 + 8 + 3 * 16 + 2 * 8)
+
+
 def test_a_case_says_its_own_threads_and_engine():
     result = measure(Case("", 7, 7, threads=1, backend="reference"), torch.float32, 2, ONCE)
     assert (result.threads, result.backend) == (1, "reference")

@@ -81,7 +81,6 @@ def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
         (["--bias", "Alibi(3)"], "has slopes for 3 heads and the call has 4"),
         (["--kv-heads", "3"], "--query-heads 4 is no whole multiple of --kv-heads 3"),
         (["--backend", "cuda"], "backend 'cuda' is not known"),
-        (["--softcap", "-1"], "softcap"),
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
     ],
 )
@@ -98,7 +97,9 @@ def test_what_makes_no_sense_is_refused_in_one_line(more, message, capsys):
         (["--queries", "0"], "'0' is no count: expected 1, 2, 3 ..."),
         (["--query-heads", "many"], "'many' is no count"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--softcap", "high"], "invalid float value: 'high'"),
+        (["--softcap", "high"], "argument --softcap: 'high': expected a number above 0. See"),
+        (["--softcap", "0"], "argument --softcap: '0': expected a number above 0. See"),
+        (["--softcap", "nan"], "argument --softcap: 'nan': expected a number above 0. See"),
     ],
 )
 def test_arguments_that_are_no_numbers_are_refused_by_the_parser(arguments, message, capsys):

@@ -249,6 +249,11 @@ def test_files_that_are_no_configuration_say_why(tmp_path):
             load_model(str(tmp_path))
     with pytest.raises(ProblemError, match="cannot be read"):
         read_config(tmp_path / "other.json")
+    with pytest.raises(ProblemError, match=r"py is no config\.json: expected one, its folder, or a published model"):
+        load_model(__file__)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ProblemError, match=r"empty has no config\.json: expected a folder as"):
+        load_model(str(tmp_path / "empty"))
     (tmp_path / "shapes.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ProblemError, match=r"shapes has no num_hidden_layers \(or n_layer.*, vocab_size: expected"):
         read_config(tmp_path / "shapes.json")

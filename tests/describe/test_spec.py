@@ -64,6 +64,13 @@ def test_a_serialised_form_by_hand():
     assert numbers == [-1, 0]
 
 
+def test_a_class_that_this_process_does_not_know_is_named():
+    with pytest.raises(
+        ProblemError, match=r"of the class Chunked, which this process does not know: import the module"
+    ):
+        deserialize('["And", ["Causal"], ["Chunked", {"number": 0}]]', [], [3])
+
+
 @spec
 class Labelled(Mask):
     """A text, a tuple, and a field by name only."""

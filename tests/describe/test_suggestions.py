@@ -27,6 +27,7 @@ from regard import (
     attend,
     attend_shared,
     attend_state,
+    draw,
     explain,
 )
 from regard.cache import Contiguous, Paged, Rolling
@@ -266,9 +267,19 @@ def test_a_mask_by_name_is_refused_by_attend_and_by_operators():
         Causal() & "window"  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
 
 
-def test_an_unknown_name_is_refused_as_anything_that_is_no_mask():
-    with pytest.raises(ProblemError, match="mask is 'blue': expected a regard Mask; wrap a bool tensor"):
-        attend(Q, Q, Q, mask="blue")
+@pytest.mark.parametrize("value", ["blue", 3, {"causal": True}, b"causal"], ids=repr)
+def test_what_has_no_elements_is_answered_with_the_masks_and_biases_that_there_are(value: Any):
+    with pytest.raises(ProblemError, match=r"regard Mask; masks are Causal\(\), Window\(n\).* with & \| ~\.$"):
+        attend(Q, Q, Q, mask=value)
+    with pytest.raises(ProblemError, match=r"regard Bias; biases are Alibi\(heads\).* with \+\.$"):
+        attend(Q, Q, Q, bias=value)
+    with pytest.raises(ProblemError, match=r"^draw takes a mask, .*; masks are"):
+        draw(value, 3, 3)
+
+
+def test_the_name_of_a_mask_as_a_bias_is_answered_with_the_mask():
+    with pytest.raises(ProblemError, match=r"; pass a mask as mask=Causal\(\) & Window\(n\)\.$"):
+        attend(Q, Q, Q, bias="sliding_window")  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 BOOL, ADDED = torch.ones(5, 5, dtype=torch.bool), torch.zeros(5, 5)

@@ -1,7 +1,7 @@
 """Ready calls with a bias, a sink, or a mask with tensors: the short way only where nothing that matters differs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -155,6 +155,19 @@ def test_lengths_are_kept_by_the_number_of_keys_and_the_offset() -> None:
         assert _ready(q, k, v, **words) is None
         attend(q, k, v, **words)
         _check(q, k, v, **words)
+
+
+@pytest.mark.parametrize("name", ["bias", "sink"])
+def test_zeros_without_memory_go_the_long_way(name: str) -> None:
+    """Forward-mode differentiation makes such tensors, whose address is 0."""
+    (q, k, v), zeros = _tensors(), cast(Any, torch)._efficientzerotensor
+    stored: dict[str, Any] = {"bias": TensorBias(torch.randn(QUERIES, KEYS)), "sink": torch.randn(HEADS)}
+    lazy: dict[str, Any] = {"bias": TensorBias(zeros((QUERIES, KEYS))), "sink": zeros((HEADS,))}
+    none: dict[str, Any] = {"bias": None, "sink": torch.zeros(HEADS)}
+    attend(q, k, v, **{name: stored[name]})
+    _check(q, k, v, **{name: stored[name]})
+    assert _ready(q, k, v, **{name: lazy[name]}) is None
+    torch.testing.assert_close(attend(q, k, v, **{name: lazy[name]}), attend(q, k, v, **{name: none[name]}))
 
 
 def test_gradients_go_the_long_way() -> None:

@@ -96,6 +96,20 @@ def test_positions_that_are_no_count_are_refused(positions):
         evaluate(Passkey((400,), (0.5,), samples=1), uniform, positions=positions)
 
 
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ("int8", r"^cache is 'int8': expected None, or the options of one, such as CacheOptions\(codec=Int8\(\)\)\.$"),
+        (CacheOptions, r"^cache is the class CacheOptions: expected None, or"),
+        (CacheOptions(step=0), r"^CacheOptions\(step=0\): expected a whole number from 1 on, or None\.$"),
+        (CacheOptions(step=1.5), r"^CacheOptions\(step=1\.5\): expected"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_of_a_cache_that_are_none_are_refused(cache, message):
+    with pytest.raises(ProblemError, match=message):
+        evaluate(Passkey((400,), (0.5,), samples=1), Decoder(256, 16, layers=1, heads=2), cache=cache)
+
+
 def test_a_setting_that_the_task_does_not_have_is_refused_with_those_that_it_has():
     message = "the task stream has no depths, seed: expected lengths, samples, haystack."
     with pytest.raises(ProblemError, match=f"^{message}$"):

@@ -281,6 +281,25 @@ def test_tokens_that_are_none_are_refused(tokens: Tensor):
         Decoder(19, 32, 1, 4).generate(tokens, 3)
 
 
+@pytest.mark.parametrize("tokens", [[[3, 19]], [[-1, 5]]])
+def test_tokens_beyond_the_vocabulary_are_refused_before_caches_change(tokens: list[list[int]]):
+    model = Decoder(19, 16, layers=1, heads=2)
+    caches = model.caches()
+    with pytest.raises(ProblemError, match=r"^tokens are -?\d+ to \d+: expected 0 to 18, the vocabulary\.$"):
+        model(torch.tensor(tokens), caches=caches)
+    assert caches[0].own.tokens == 0
+
+
+def test_another_error_of_an_embedding_stays_what_it_is():
+    def fail(*_: object) -> None:
+        raise IndexError("in the hook")
+
+    model = Decoder(19, 16, layers=1, heads=2)
+    model.body.embedding.register_forward_hook(fail)
+    with pytest.raises(IndexError, match="in the hook"):
+        model(torch.tensor([[3, 1]]))
+
+
 def test_generation_that_makes_no_sense_is_refused():
     model, prompt = Decoder(19, 32, 1, 4), torch.zeros(1, 3, dtype=torch.int64)
     for tokens, count, temperature, message in (

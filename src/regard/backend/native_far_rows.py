@@ -17,6 +17,7 @@ from torch import Tensor
 from regard.backend.native_inputs import Inputs
 from regard.plan.far_lse import FAR_LSE
 from regard.plan.problem import Problem
+from regard.seeds import dropout_threshold
 from regard.state import State
 
 SCORES = 1 << 22
@@ -119,7 +120,7 @@ def dropped(seed: int, dropout: float, head: Tensor, query: Tensor, key: Tensor)
     of_head = _mixed(_mixed(torch.tensor(seed & low)) ^ ((seed >> 32) + 0x9E3779B9 * head & low))
     of_row = _mixed(of_head[..., None] + 0x85EBCA6B * query & low)
     bits = _mixed(of_row[..., None] ^ _mixed(0xC2B2AE35 * key + 0x27D4EB2F & low))
-    return bits < min(int(dropout * 2**32 + 0.5), low)
+    return bits < dropout_threshold(dropout)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -14,11 +14,9 @@ from regard.bench import limits
 from regard.bench.case import Case
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, on_threads, timed
 from regard.bench.torch_calls import TorchCall, refusal, torch_calls
+from regard.cost.attention import gradient_flops
 from regard.dispatch.choose import Plan
 from regard.dispatch.plan_cache import forget
-
-BACKWARD = 2.5
-"""FLOPs of a backward pass, in those of a forward pass: five products for two. Dao 2023, arXiv:2307.08691, §4.1."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,9 @@ class _Prepared:
 
     @property
     def flops(self) -> float:
-        return self.plan.flops * (1 + BACKWARD * self.case.backward)
+        p = self.plan.problem
+        gradients = gradient_flops(self.plan.schedule, qk_dim=p.score_dim, v_dim=p.v_dim) if self.case.backward else 0
+        return self.plan.flops + gradients
 
     def ours(self) -> Callable[[], object]:
         """regard's call."""

@@ -27,10 +27,10 @@ class SlotRange(NamedTuple):
         return self.slot + self.tokens
 
 
-def first_tokens(ranges: tuple[SlotRange, ...], tokens: int) -> tuple[SlotRange, ...]:
+def only_first(ranges: tuple[SlotRange, ...], tokens: int) -> tuple[SlotRange, ...]:
     """The ranges of the first `tokens` tokens.
 
-    >>> first_tokens((SlotRange(0, 5), SlotRange(16, 32)), 7)
+    >>> only_first((SlotRange(0, 5), SlotRange(16, 32)), 7)
     (SlotRange(slot=0, tokens=5), SlotRange(slot=16, tokens=2))
     """
     first: list[SlotRange] = []

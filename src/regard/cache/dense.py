@@ -41,7 +41,7 @@ class DenseStore:
         self._memory: tuple[Tensor, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the memory for later tokens, which may double the size, unless the capacity is fixed."""
+        """The state, without the memory for later tokens, which may double the size, unless the capacity is fixed."""
         if self.limit is not None:
             return self.__dict__
         memory = tuple(self._stored(t).contiguous() for t in self._memory) if self.tokens else ()

@@ -5,14 +5,13 @@ that is refused changes nothing.
 """
 
 import copy
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.cache.check import (
-    check_entries,
     check_fits,
     check_inference,
     check_options,
@@ -21,15 +20,11 @@ from regard.cache.check import (
     resolve_keys,
     start_policy,
 )
-from regard.cache.dense import DenseStore
 from regard.cache.evict import EvictionState
 from regard.cache.paged import PagedStore, check_paged
-from regard.cache.quantised import QuantisedStore
-from regard.cache.rolling import RollingCodes, RollingStore
-from regard.cache.steps import PlainSteps, StepCache
+from regard.cache.steps import StepCache
 from regard.cache.store import (
     CachedTensor,
-    Form,
     Policy,
     PolicyState,
     Store,
@@ -38,17 +33,14 @@ from regard.cache.store import (
     leading_channels,
     replacement,
 )
+from regard.cache.store_kinds import own_copy, step_memory, store_for
 from regard.describe.mask import Mask
 from regard.describe.suggestions import suggest_keywords
-from regard.describe.tensors import has_tangent
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
-from regard.storage.stored import Contiguous, Latent, Layout, Paged, Part, Rolling, StoredTensor
-from regard.torch_internals import in_forward_mode
-
-S = TypeVar("S", Store, Store | None)
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 
 class KVCache:
@@ -183,7 +175,7 @@ class KVCache:
             check_fits(k, v, store, self.layout)
         check_inference(k, v, "cache")
         if store is None:
-            store = _store_for(self.layout, self._stored_as, form)
+            store = store_for(self.layout, self._stored_as, form)
             state = None if self.evict is None else start_policy(self.evict)
         if self._policy_state is not None and k.shape[2]:
             self._evict(store, k.shape[2])
@@ -353,26 +345,17 @@ class KVCache:
                 f"steps() of values without channels and {self._stored_as.kind} codes: a codec needs elements. "
                 "Use codec=None, or Latent(rank) if the values are channels of the keys."
             )
-        if isinstance(store, RollingStore | RollingCodes):
+        if isinstance(layout, Rolling):
             if capacity is not None:
                 raise ProblemError(f"steps(capacity={capacity}): {layout!r} has its own capacity, leave it out.")
-            return StepCache(store.steps(), store.form, store.tokens_seen, rotate=self._is_rotated)
-        if capacity is None or whole(capacity, "steps(capacity)", "tokens", least=1) <= store.tokens:
+        elif capacity is None or whole(capacity, "steps(capacity)", "tokens", least=1) <= store.tokens:
             raise ProblemError(
                 f"steps(capacity={capacity}): expected more than the {store.tokens} tokens that are stored."
             )
-        rank = layout.rank if isinstance(layout, Latent) else None
-        coded = store.steps(capacity) if isinstance(store, QuantisedStore) else None
-        if isinstance(store, PagedStore) and isinstance(self._stored_as, Codec):
-            coded = store.coded_steps(capacity)
-        if coded is not None:
-            return StepCache(
-                coded, store.form, store.tokens_seen, capacity=capacity, rank=rank, rotate=self._is_rotated
-            )
-        if store.tokens != store.tokens_seen:
-            raise ProblemError("tokens were evicted, so positions are no slots: this cache has no steps.")
-        memory = _with_room(store, capacity)
-        return StepCache(memory, store.form, store.tokens_seen, capacity=capacity, rank=rank)
+        return StepCache(
+            step_memory(store, capacity or 0), store.form, store.tokens_seen, capacity=capacity,
+            rank=layout.rank if isinstance(layout, Latent) else None, rotate=self._is_rotated,
+        )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -384,7 +367,7 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""
         other = KVCache(self.layout, self.codec, self.evict)
-        other._store = _own_copy(self._usable_store(), memo)
+        other._store = own_copy(self._usable_store(), memo)
         other._policy_state = copy.deepcopy(self._policy_state, memo)
         other._min_crop = self._min_crop
         return other
@@ -433,57 +416,3 @@ class KVCache:
         self._store, self._policy_state, self._min_crop = changed, state, min_crop
         if isinstance(changed, PagedStore):
             changed.shrink()
-
-
-def _with_room(store: Store, capacity: int) -> PlainSteps:
-    """The memory of a copy of a plain store that has `capacity` tokens."""
-    full = _own_copy(store)
-    return PlainSteps(tuple(parts[0] for parts in _append_zeros(full, capacity - store.tokens)), full)
-
-
-def _own_copy(store: S, memo: "dict[int, Any] | None" = None) -> S:
-    """A deep copy.
-
-    Raises:
-        ProblemError: elements have tangents, which torch leaves out of deep copies of tensors.
-    """
-    if store is None or isinstance(store, PagedStore):  # whose copies share pages
-        return copy.deepcopy(store, memo)
-    if in_forward_mode() and any(has_tangent(p.data) for parts in _append_zeros(store, 0) for p in parts):
-        raise ProblemError(
-            "a cache of keys or values with tangents (forward-mode derivatives) was copied, and the copy would lose "
-            "the tangents: append the same tokens to a second cache, or use Paged(), whose copies share pages."
-        )
-    return copy.deepcopy(store, memo)
-
-
-def _append_zeros(store: Store, tokens: int) -> list[tuple[Part, ...]]:
-    """Append tokens that are zeros; returns the parts of the keys, and of the values if there are any."""
-    form = store.form
-    shape = form.batch, form.kv_heads, tokens
-    k, *v = (torch.zeros(*shape, dim, dtype=form.dtype, device=form.device) for dim in form.dims)
-    found = store.append(k, v[0] if v else None)
-    return [(t if isinstance(t, StoredTensor) else StoredTensor.of(t)).parts for t in found[: len(form.dims)]]
-
-
-def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) -> Store:
-    """An empty store of this layout."""
-    if isinstance(layout, Latent):  # entries are keys of which a part is the value
-        check_entries(layout, form)
-        layout = Contiguous()
-    if isinstance(codec, Codec) and not form.qk_dim:  # latents have values of no channels
-        raise ProblemError(
-            f"keys have 0 dimensions and values {form.v_dim}, and the cache stores {codec.kind} codes: a codec needs "
-            "elements. Use codec=None."
-        )
-    match layout:
-        case Paged():
-            return PagedStore(layout, codec, form)
-        case Rolling():
-            return RollingCodes(layout, codec, form) if isinstance(codec, Codec) else RollingStore(layout, codec, form)
-        case Contiguous():
-            return QuantisedStore(layout, codec, form) if isinstance(codec, Codec) else DenseStore(layout, codec, form)
-        case _:
-            raise ProblemError(
-                f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank)."
-            )

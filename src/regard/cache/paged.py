@@ -93,6 +93,11 @@ class PagedStore:
     def keys(self) -> Tensor:
         return batch_table(self.pool.storage, self.sequences).stored()[0].dense()
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether pages hold codes."""
+        return self.pool.storage.codec is not None
+
     def coded_steps(self, capacity: int) -> CodedSteps:
         """Steps whose position is on the device, over pages of codes; those of whole tokens so far stay shared.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens
+from regard.cache.coded_slots import CodedSlots, SlotRange, only_first
 from regard.cache.coded_steps import CodedSteps, InOrder
 from regard.cache.store import (
     CachedTensor,
@@ -46,7 +46,7 @@ class _Memory:
         """The parts before the tail: they change only when sinks or codes change."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the parts, which refer to the same memory and are made again."""
+        """The state, without the parts, which refer to the same memory and are made again."""
         return self.__dict__ | {"fixed_parts": FixedParts(())}
 
     def with_tensors(self, sinks: Tensor, tail: Tensor, codes: list[Tensor], capacity: int) -> "_Memory":
@@ -181,7 +181,7 @@ class QuantisedStore:
             return
         self._begin = self._end = 0
         self._sinks -= max(over - self._coded, 0)
-        self._ranges = first_tokens(self._ranges, max(self._coded - over, 0))
+        self._ranges = only_first(self._ranges, max(self._coded - over, 0))
         self._coded, self._before, self._are_parts_valid = _count(self._ranges), None, False
 
     def _restore(self, before: _Snapshot, tokens: int) -> None:
@@ -192,7 +192,7 @@ class QuantisedStore:
         count = max(left - self.codec.residual, 0) // group * group if new else 0
         self.tokens_seen, self._sinks = tokens, before.sinks + sinks
         self._begin, self._end = before.begin + count, before.end + new - sinks
-        self._ranges, self._coded = first_tokens(self._ranges, coded + count), coded + count
+        self._ranges, self._coded = only_first(self._ranges, coded + count), coded + count
         self._are_parts_valid = False
 
     def _state(self) -> tuple[Any, ...]:
@@ -319,7 +319,7 @@ class QuantisedStore:
         self._are_parts_valid = True
 
     def _round_up(self, tokens: int) -> int:
-        """To a whole number of groups."""
+        """The tokens, rounded up to whole groups."""
         return -(-tokens // self.codec.group) * self.codec.group
 
     def _next_slot(self) -> int:

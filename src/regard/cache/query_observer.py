@@ -104,7 +104,7 @@ class QueryWindow(NamedTuple):
         return self._replace(first=self.first - evicted, tokens=self.tokens - evicted, evicted=self.evicted + evicted)
 
     def copied(self) -> "QueryWindow":
-        """With memory of its own, so that a few queries do not keep a whole prompt in memory."""
+        """The window with memory of its own, so that a few queries do not keep a whole prompt in memory."""
         return self._replace(q=self.q.clone())
 
     def follows(self, other: "QueryWindow") -> bool:

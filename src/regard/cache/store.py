@@ -1,7 +1,7 @@
 """The two interfaces behind a `KVCache`: a `Store` keeps one layout, a `Policy` chooses the tokens to evict.
 
 `KVCache` checks every argument, so a store may rely on arguments that fit its `Form`. A new store is a class with these
-methods and an entry in the table of `kv_cache.py`.
+methods and an entry in the tables of `store_kinds.py`.
 """
 
 import math
@@ -281,7 +281,7 @@ def select_into(out: Tensor, t: Tensor, index: Tensor) -> None:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `allocate`, without zeros: for memory that is written as a whole at once."""
+    """Memory as `allocate` gives it, without zeros, where it is written as a whole at once."""
     if torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
     with torch.inference_mode(mode=False):

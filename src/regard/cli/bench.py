@@ -1,10 +1,12 @@
 """`regard bench`: how fast attention of given shapes is here, beside torch and the machine's limit."""
 
 import argparse
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.argument_types import count, threads
+from regard.cli.argument_types import count, number, threads
+from regard.cli.durations import call_duration
 from regard.cli.expression_names import BIASES, MASKS, check_names
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.cli.progress import progress_bars
@@ -46,7 +48,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--v-dim", type=size, metavar="N", help="dim of the values (default: as --dim)")
     parser.add_argument("--mask", metavar="MASK", help='such as "Causal() & (Window(512) | Prefix(4))" (default: none)')
     parser.add_argument("--bias", metavar="BIAS", help='such as "Alibi(8)" (default: none)')
-    parser.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores (default: none)")
+    cap = number("above 0", math.ulp(0.0), math.inf)
+    parser.add_argument("--softcap", type=cap, metavar="C", help="softcap of the scores (default: none)")
     parser.add_argument(
         "--dtype", type=float_name, choices=DTYPES, default=DTYPES[0], help="type of q, k and v (default: float32)"
     )
@@ -162,7 +165,7 @@ def table(result: "Result") -> str:
     r = result
     lines = [
         r.name,
-        f"  regard  {duration(r.seconds)}  {r.rate / 1e9:,.0f} GFLOP/s of {r.pairs:,} pairs, {_backend(r.backend)}",
+        f"  regard  {call_duration(r.seconds)}  {_rate(r)}, {_backend(r.backend)}",
         f"  torch   {_torch(r)}",
         f"  limit   {_limit(r)}",
         f"  medians of {r.rounds} interleaved rounds on {r.threads} thread{'s' * (r.threads > 1)}; "
@@ -171,16 +174,8 @@ def table(result: "Result") -> str:
     return "\n".join(lines)
 
 
-def duration(seconds: float | None) -> str:
-    """A time in milliseconds, or below one in microseconds.
-
-    >>> duration(0.0234), duration(0.0000234), duration(None)
-    ('23.4 ms', '23.4 us', '-')
-    """
-    if seconds is None:
-        return "-"
-    value, unit = (seconds * 1e3, "ms") if seconds >= 1e-3 else (seconds * 1e6, "us")
-    return f"{value:,.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+def _rate(r: "Result") -> str:
+    return f"{r.rate / 1e9:,.0f} GFLOP/s of {r.pairs:,} pairs"
 
 
 def _backend(name: str) -> str:
@@ -192,7 +187,7 @@ def _backend(name: str) -> str:
 def _torch(r: "Result") -> str:
     if r.torch_seconds is None or r.ratio is None:
         return f"not measured: {r.torch_call}"
-    return f"{duration(r.torch_seconds)}  {r.ratio:.2f}x the time of regard, with {r.torch_call}"
+    return f"{call_duration(r.torch_seconds)}  {r.ratio:.2f}x the time of regard, with {r.torch_call}"
 
 
 def _limit(r: "Result") -> str:

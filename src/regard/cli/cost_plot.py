@@ -6,7 +6,7 @@ from dataclasses import replace
 from html import escape
 
 from regard.cli.byte_size import size
-from regard.cli.cost_view import duration
+from regard.cli.durations import duration
 from regard.cost.model_cost import ModelCost
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 420, 300, 76, 44, 12, 40

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from regard.cli.byte_size import size
+from regard.cli.durations import duration
 from regard.cost.fit import USABLE
 from regard.cost.machine import Machine
 from regard.cost.machines import THIS, find_machine, machine_names
@@ -270,17 +271,3 @@ def big(count: int) -> str:
     ('68.98 B', '134.52 M')
     """
     return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
-
-
-def duration(seconds: float | None) -> str:
-    """A time.
-
-    >>> duration(0.0234), duration(2.5), duration(0.0000234), duration(None), duration(0.9997)
-    ('23.4 ms', '2.5 s', '23.4 us', '-', '1,000 ms')
-    """
-    if seconds is None:
-        return "-"
-    value, unit = (
-        (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms") if seconds >= 1e-3 else (1e6 * seconds, "us")
-    )
-    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:,.3g} {unit}"

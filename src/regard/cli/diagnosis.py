@@ -223,7 +223,7 @@ def _openmp() -> list[str]:
 
 
 def _backends(problems: list[str]) -> dict[str, dict[str, str]]:
-    """By device and name: what a causal call of 97 tokens with gradients does with each backend."""
+    """What a causal call of 97 tokens with gradients does with each backend, by device and name."""
     import torch
 
     from regard import Causal, explain

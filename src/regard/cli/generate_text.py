@@ -142,7 +142,7 @@ def _show(
 
 @contextmanager
 def _without_warnings() -> Generator[None]:
-    """Without transformers' log, which warns of settings that the model itself came with."""
+    """Inside, transformers logs nothing: it would warn of settings that the model itself came with."""
     log = logging.getLogger("transformers")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -6,6 +6,19 @@
 (10.0, 'GQA-8')
 
 `call_cost(explain(q, k, v))` is the cost of one call. Nothing is run, and for a model nothing of torch is imported.
+
+```
+call         call.py (`call_cost`), attention.py (FLOPs and bytes by the schedule), expected.py (the expected time)
+model        model.py (its shapes), model_cost.py (`cost`), work.py (FLOPs and bytes of a pass), parameter_count.py,
+             training.py (memory), fit.py (the longest context and the largest batch), traffic.py (slow memory)
+formulas     pairs.py (kept pairs in closed form), products.py (FLOPs of attention), recurrent.py (states)
+KV cache     storage.py, storage_names.py
+shapes       published.py (models.toml), config.py (a config.json), fields.py (both, as one constructor)
+config.json  config_fields.py, entries.py, layer_patterns.py, mixtures.py (its entries), families.py, family_rules.py
+             (what an entry means in a family: families.toml, refused.toml)
+machines     machine.py (limits, roofline), machines.py (machines.toml), this_machine.py (the one at hand)
+files        tables.py (TOML), near_names.py (errors for unknown names)
+```
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """The shapes of a model from its config.json, as transformers writes it.
 
-What models of a family share (biases, norms, gated MLPs) is not in a config.json: it comes from the families of
-models.toml, by `model_type`. A family that is not there is read as Llama's, a causal decoder, with a note; layers that
+What models of a family share (biases, norms, gated MLPs) is not in a config.json: it comes from families.toml, by
+`model_type`. A family that is not there is read as Llama's, a causal decoder, with a note; layers that
 are no softmax attention raise an error.
 """
 

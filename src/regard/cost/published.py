@@ -52,11 +52,20 @@ def load_model(name: str) -> Model:
     if not name:
         raise ProblemError("the name of the model is empty: expected a published model or a folder with a config.json.")
     path = expanded(name)
-    if path.is_dir() or path.suffix == ".json":
-        return read_config(path / "config.json" if path.is_dir() else path)
-    if name.startswith((".", "/", "~")) or "\\" in name:
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ProblemError(f"{name} has no config.json: expected a folder as save_pretrained writes it.")
+        return read_config(path / "config.json")
+    if path.suffix == ".json":
+        return read_config(path)
+    if not path.exists() and (name.startswith((".", "/", "~")) or "\\" in name):
         raise ProblemError(f"there is no directory {name}.")
-    return find_model(name)
+    try:
+        return find_model(name)
+    except ProblemError:
+        if not path.exists():
+            raise
+        raise ProblemError(f"{name} is no config.json: expected one, its folder, or a published model.") from None
 
 
 def _plain(name: str) -> str:

@@ -26,7 +26,6 @@ from regard.describe.interval import Union, as_int64, complement, fault_of, inte
 from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import Spec, bound_to, spec
 from regard.describe.uses import find_uses, method_may_use
-from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
 Ints = NDArray[np.int64]
@@ -36,10 +35,6 @@ Positions = int | Tensor
 
 NONE, ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
 """The numbers that say in a signature that the mask keeps nothing, or everything, of the rectangle."""
-
-
-DRAWN = 1 << 24
-"""Pairs that a picture has at most; 4 bytes each, and some hundred MiB while they are evaluated."""
 
 
 class Rectangles(NamedTuple):
@@ -131,19 +126,19 @@ class Mask(Spec):
         return self if self._kind.is_own else _of_used_axes(self, sizes)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return _combined(And, self, _mask(other, "&"))
+        return _combined(And, self, require_mask(other, "&"))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return _combined(Or, self, _mask(other, "|"))
+        return _combined(Or, self, require_mask(other, "|"))
 
     def __invert__(self) -> "Mask":
         return Not(self)
 
     def __rand__(self, other: object) -> "Mask":
-        return And(_mask(other, "&"), self)
+        return And(require_mask(other, "&"), self)
 
     def __ror__(self, other: object) -> "Mask":
-        return Or(_mask(other, "|"), self)
+        return Or(require_mask(other, "|"), self)
 
     def __add__(self, other: object) -> NoReturn:
         raise ProblemError(f"{self!r} + {received(other)}: masks combine with & | ~, biases with +.")
@@ -492,47 +487,8 @@ def as_tensors(*positions: Positions) -> tuple[Tensor, ...]:
     return tuple(p if isinstance(p, Tensor) else torch.tensor(p, device=device) for p in positions)
 
 
-def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: int = 0, head: int = 0) -> str:
-    """The mask as a picture, a row per query: █ where the pair is kept, · where not.
-
-    Args:
-        offset: position of the first query; None puts the last query at the last key, as `attend` does.
-        batch, head: which batch row and head to draw, where the mask differs between them.
-
-    Raises:
-        ProblemError: no mask, one that does not fit, a batch row or head that it lacks, or a picture of more than
-            16.8 million pairs.
-
-    >>> from regard import Causal, draw
-    >>> print(draw(Causal(), 2, 4))
-    █ █ █ ·
-    █ █ █ █
-    """
-    mask = _mask(mask, "draw")
-    queries, keys = whole(queries, "queries", least=0), whole(keys, "keys", least=0)
-    if queries * keys > DRAWN:
-        raise ProblemError(
-            f"draw of {queries:,} queries and {keys:,} keys: expected at most {DRAWN:,} pairs, such as 4,096 x 4,096. "
-            "Draw a smaller call, or some of the queries with offset=; explain counts tiles and pairs of large ones."
-        )
-    start = keys - queries if offset is None else whole(offset, "offset")
-    mask = bound_to(mask, CallSizes(*broadcast_shape_of(mask), queries, keys, start))
-    q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
-    rows, heads = broadcast_shape_of(mask)
-    of = _drawn(batch, "batch", rows), _drawn(head, "head", heads)
-    kept = kept_pairs(mask, *as_tensors(*of, q, k)).expand(queries, keys)
-    return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
-
-
-def _drawn(value: object, name: str, count: int) -> int:
-    """The index of the batch row or head to draw; a mask with a count of 1 is the same for all."""
-    number = whole(value, name, "rows" if name == "batch" else "heads", least=0)
-    if 1 < count <= number:
-        raise ProblemError(f"{name} is {number}, and the mask has {count}: expected at most {count - 1}.")
-    return number
-
-
-def _mask(other: object, place: str) -> Mask:
+def require_mask(other: object, place: str) -> Mask:
+    """The mask; raises `ProblemError` for anything else. `place` says what takes it: an operator, or a function."""
     if isinstance(other, Mask):
         return other
     hint = instead(other, "mask")

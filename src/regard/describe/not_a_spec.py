@@ -67,6 +67,8 @@ def _instead_of_mask(value: object) -> str:
         return "subclass regard.extend.Mask, with @spec (docs/extending.md)"
     if callable(value):
         return "wrap a function of b, h, q and k as MaskFunction(f)"
+    if not _is_like_tensor(value):
+        return "masks are Causal(), Window(n), TensorMask(t) and others, combined with & | ~"
     tensor = "t" if isinstance(value, Tensor) else "torch.tensor(t)"
     return f"wrap a bool tensor as TensorMask({tensor}) (True keeps), a float one as bias=TensorBias({tensor})"
 
@@ -86,8 +88,17 @@ def _instead_of_bias(value: object) -> str:
         return "for a function of b, h, q and k, subclass regard.extend.Bias (docs/extending.md)"
     if isinstance(value, Tensor) and value.dtype == torch.bool:
         return "wrap a bool tensor (True keeps) as mask=TensorMask(t)"
+    if isinstance(value, str) and (name := mask_for(value)):
+        return f"pass a mask as mask={name}"
+    if not _is_like_tensor(value):
+        return "biases are Alibi(heads), T5Bias(table) and TensorBias(t), added with +"
     tensor = "t" if isinstance(value, Tensor) else "torch.tensor(t)"
     return f"wrap a tensor of numbers that are added to the scores as TensorBias({tensor})"
+
+
+def _is_like_tensor(value: object) -> bool:
+    """Whether `torch.tensor` may make a tensor of it that has axes."""
+    return isinstance(value, Tensor | np.ndarray | list | tuple) or hasattr(value, "__array__")
 
 
 def _kind(value: Spec) -> str:

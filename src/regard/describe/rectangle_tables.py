@@ -60,13 +60,13 @@ class BlockCounts:
 
     @staticmethod
     def of_layout(layout: Bools, size: int) -> "BlockCounts":
-        """Of a layout, with an entry for each block of size x size tokens."""
+        """The counts of a layout, which has an entry for each block of size x size tokens."""
         sums = _cumulative_sums(layout)
         return BlockCounts(sums, sums, size, size)
 
     @staticmethod
     def of_table(table: Bools) -> "BlockCounts":
-        """Of a table with an entry per pair, in blocks of 64 x 64; an axis of 1 broadcasts, so one block covers it."""
+        """The counts of a table of pairs, in blocks of 64 x 64; an axis of 1 broadcasts, so one block covers it."""
         down, across = (1 if n == 1 else BLOCK for n in table.shape[2:])
         rows, columns = (EVERYWHERE if n == 1 else BLOCK for n in table.shape[2:])
         some, every = (_joined(table, down, -(-across // 8), join) for join in (np.bitwise_or, np.bitwise_and))

@@ -135,7 +135,8 @@ class Yarn(Scaling):
                1/factor     ╰──────────
         pair   0         low high     d/2
 
-    Where low = high, pairs up to low are unchanged and all others interpolated, as in the authors' code.
+    The ramp is linear in the pair, as in published checkpoints; that of the paper (§3.2) is linear in the turns. Where
+    low = high, pairs up to low are unchanged and all others interpolated, as in the authors' code.
 
     The attention factor is `0.1 ln(factor) + 1` (the paper's 1/sqrt(t)) if not given. DeepSeek's checkpoints have two
     parameters: then it is `m(mscale) / m(mscale_all_dim)` with `m(c) = 0.1 c ln(factor) + 1`, and their softmax scale

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.errors import RefusalError
+from regard.errors import ProblemError, RefusalError
 
 if TYPE_CHECKING:
     from regard.describe.spec import Spec
@@ -60,6 +60,9 @@ def is_serialized_as_it_is(part: Any) -> bool:
 def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> "Spec":
     """The spec that `Spec.serialize` wrote.
 
+    Raises:
+        ProblemError: no class of that name was made in this process, as where a saved graph is loaded.
+
     >>> from regard import Window
     >>> tensors, ints = [], []
     >>> Window(4).serialize(tensors, ints), ints
@@ -76,8 +79,17 @@ def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> "S
             return {"tensor": tensors, "number": ints}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
-            kind = classes[name.removesuffix(CALLED)]
-            return kind.of_parts(map(read, parts), has_attributes=name.endswith(CALLED))
+            return _class(name.removesuffix(CALLED)).of_parts(map(read, parts), has_attributes=name.endswith(CALLED))
         return node
 
     return read(json.loads(text, strict=False))  # a text may have line breaks
+
+
+def _class(name: str) -> "type[Spec]":
+    found = classes.get(name)
+    if found is None:
+        raise ProblemError(
+            f"a saved graph has a mask, bias or score of the class {name}, which this process does not know: import "
+            "the module that defines the class before the graph runs."
+        )
+    return found

@@ -80,7 +80,7 @@ class Extents:
         return found
 
     def _side(self, term: Term, r: Rectangles) -> Extent:
-        """Of a term that uses the query or the key, not both: from a table of its values."""
+        """The extent of a term that uses the query or the key, not both: from a table of its values."""
         if id(term) not in self.sides:
             self.sides[id(term)] = self._table(term)
         table = self.sides[id(term)]
@@ -136,7 +136,7 @@ class Extents:
         return Extent(np.where(unclear, worst.low, low), np.where(unclear, worst.high, high))
 
     def _looked_up(self, op: Op, r: Rectangles, index: list[Extent]) -> Extent:
-        """Of a table at indices of which some depend on query and key: one such, or the last two of a bool table."""
+        """The extent of a table at indices of query and key: at one such, or at the last two of a bool table."""
         table = cast(Captured, op.a).tensor
         ends = [_cut(extent, size) for extent, size in zip(index, table.shape, strict=True)]
         bad = np.logical_or.reduce([e.low < 0 for e in index])  # a negative index counts from the end
@@ -294,7 +294,7 @@ def _trunc_divide(a: Extent, b: Extent) -> Extent:
 
 
 def _remainder(a: Extent, b: Extent) -> Extent:
-    """As Python's %, of one positive divisor; the whole range unless the quotient is one number."""
+    """The extent of Python's %, of one positive divisor; the whole range unless the quotient is one number."""
     known = (b.low == b.high) & (b.low > 0)
     same = np.floor(a.low / b.low) == np.floor(a.high / b.low)
     same &= np.maximum(np.abs(a.low), np.abs(a.high)) < EXACT

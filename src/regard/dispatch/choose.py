@@ -197,7 +197,7 @@ class Plan:
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made of the fields, such as the kernel, which has memory of this process."""
+        """The fields, without what is made of them, such as the kernel, which has memory of this process."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:

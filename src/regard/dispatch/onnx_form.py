@@ -128,7 +128,7 @@ def _conjuncts(mask: Mask) -> Iterable[Mask]:
 
 
 def _by_torch(call: _Call) -> Tensor:
-    """By torch's own function, of which the exporter knows forms for every version."""
+    """The output by torch's own function, of which the exporter knows forms for every version."""
     causal = call.bias is None and len(call.masks) == 1 and type(call.masks[0]) is Causal and _at_start(call)
     attn_mask = None if causal else _attn_mask(call)
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -142,7 +142,7 @@ def _by_torch(call: _Call) -> Tensor:
 
 
 def _by_operator(call: _Call, opset: int) -> Tensor:
-    """By the operator `Attention`."""
+    """The output by the operator `Attention`."""
     placed = [mask for mask in call.masks if _is_placed(mask, opset)]
     others = [mask for mask in call.masks if not _is_placed(mask, opset)]
     aligned, note, lengths = bool(placed) and _at_start(call), {}, None
@@ -253,7 +253,7 @@ def _rows(spec: TensorMask | TensorBias, table: Tensor, call: _Call) -> Tensor:
 
 
 def _by_primitives(call: _Call, score: Score | None, sink: Tensor | None) -> State:
-    """By the definition (`backend/definition.py`), in float32 or float64."""
+    """The state by the definition (`backend/definition.py`), in float32 or float64."""
     wide = wide_of(call.q.dtype)
     kv_heads, group = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
     q, k = call.q.to(wide).unflatten(1, (kv_heads, group)), call.k.to(wide)[:, :, None]

@@ -22,6 +22,7 @@ from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
 from regard.dispatch.choose import Plan
 from regard.plan.problem import Operands
+from regard.torch_internals import is_lazy_zero
 
 KEPT = 256
 """Keys of calls that are kept, and masks of each: every step of decoding under a mask with tensors has another one."""
@@ -154,4 +155,4 @@ def _is_simple(t: Any, grad: bool) -> bool:
     """Whether it is a tensor that is read in place from the memory of the host, without a gradient."""
     if type(t) not in (Tensor, nn.Parameter) or (grad and t.requires_grad) or t.dtype not in TYPES:
         return False
-    return t.is_cpu and t.layout is torch.strided and not t.is_nested and not t.is_neg()
+    return t.is_cpu and t.layout is torch.strided and not (t.is_nested or t.is_neg() or is_lazy_zero(t))

@@ -59,7 +59,7 @@ class Documents:
     chat: bool = False
 
     def examples(self, model: Model) -> Iterator[Question]:
-        """By the number of documents, then question; neighbours share the documents before the answer's."""
+        """The examples by number of documents, then by question; neighbours share the documents before the answer's."""
         asked = None if self.questions is None else read_questions(self.questions)
         for count, sample in itertools.product(self.documents, range(self.samples)):
             one = invented(generator(self, f"{count}/{sample}"), count) if asked is None else _of(asked, sample, count)
@@ -220,7 +220,7 @@ class Recall:
     seed: int = 0
 
     def examples(self, model: Model) -> Iterator[Question]:
-        """By the number of pairs; the positions of one sample share the whole context."""
+        """The examples by number of pairs; the positions of one sample share the whole context."""
         half = self.vocabulary // 2
         if max(self.pairs) > half:
             raise ProblemError(f"{max(self.pairs)} keys of {half}: give a larger --vocabulary, or fewer --pairs.")

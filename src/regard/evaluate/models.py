@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 from regard.evaluate.model_digest import digest_of_config, digest_of_weights
 from regard.evaluate.tokens import Tokenizer
@@ -170,8 +171,8 @@ def as_model(
         label: its name in results. Nothing else tells functions apart there: other functions need other labels.
 
     Raises:
-        ProblemError: it is none of these, a cache for a model without one, or for a `Model`, or positions that are no
-            count, or more than the model has in a table.
+        ProblemError: it is none of these, a cache for a model without one, or for a `Model`, options of a cache that
+            are none, or positions that are no count, or more than the model has in a table.
 
     >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
     'uniform'
@@ -180,6 +181,7 @@ def as_model(
         if not is_integer(positions, least=1):
             raise ProblemError(f"positions is {positions!r}: expected a whole number from 1 on, or None.")
         positions = as_integer(positions)  # an int of NumPy is not written as JSON
+    _check_cache(cache)
     if isinstance(model, Model):
         given = {"tokenizer": tokenizer, "cache": cache, "positions": positions}
         if names := [f"{name}=" for name, value in given.items() if value is not None]:
@@ -206,6 +208,17 @@ def as_model(
         label or _own_name(call), lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest, whole=call,
         config=config,
     )  # fmt: skip
+
+
+def _check_cache(cache: object) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, CacheOptions):
+        raise ProblemError(
+            f"cache is {received(cache)}: expected None, or the options of one, such as CacheOptions(codec=Int8())."
+        )
+    if cache.step is not None and not is_integer(cache.step, least=1):
+        raise ProblemError(f"CacheOptions(step={cache.step!r}): expected a whole number from 1 on, or None.")
 
 
 def check_label(model: Model) -> None:

@@ -101,7 +101,7 @@ def draw(kind: str, draw: random.Random) -> str:
 
 
 def distinct(kind: str, count: int, by: random.Random) -> list[str]:
-    """As many different ones."""
+    """Values of a kind, all different."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw(kind, by)] = None

@@ -62,7 +62,7 @@ class Needle:
         return sentences_setting(self.haystack)
 
     def examples(self, model: Model) -> Iterator[Question]:
-        """By length, then depth: each shares its prefix with the next ones."""
+        """The examples by length, then by depth: each shares its prefix with the next ones."""
         hay = haystack(self.haystack, model.tokenizer, max(self.lengths))
         for length, depth, sample in itertools.product(self.lengths, self.depths, range(self.samples)):
             yield self._example(model.tokenizer, hay, length, depth, sample)
@@ -137,7 +137,7 @@ class Passkey:
         return sentences_setting(self.haystack)
 
     def examples(self, model: Model) -> Iterator[Question]:
-        """By length, then depth."""
+        """The examples by length, then by depth."""
         hay = haystack(self.haystack, model.tokenizer, max(self.lengths))
         for length, depth, sample in itertools.product(self.lengths, self.depths, range(self.samples)):
             name = f"{length}/{depth:g}/{sample}"
@@ -177,7 +177,7 @@ class KeyValues:
     chat: bool = False
 
     def examples(self, model: Model) -> Iterator[Question]:
-        """By the number of pairs; the positions of one sample share their pairs before them."""
+        """The examples by number of pairs; the positions of one sample share their pairs before them."""
         for pairs, sample in itertools.product(self.pairs, range(self.samples)):
             by = generator(self, f"{pairs}/{sample}")
             keys, values = prompts.distinct("uuids", pairs, by), prompts.distinct("uuids", pairs, by)

@@ -96,7 +96,7 @@ class Tokenizer:
 
     @staticmethod
     def of(tokenizer: Any) -> "Tokenizer":
-        """Of a tokenizer of transformers, an object with `encode` and `decode`, or UTF-8 bytes for None."""
+        """A tokenizer made of one of transformers, of an object with `encode` and `decode`, or of UTF-8 for None."""
         if isinstance(tokenizer, Tokenizer):
             return tokenizer
         if tokenizer is None:
@@ -174,7 +174,7 @@ def _signs(text: str) -> str:
 
 
 def _of_tokenizers(tokenizer: Any) -> Tokenizer:
-    """Of the package tokenizers, whose `encode` gives an object with `ids` and adds special tokens if not told.
+    """A tokenizer made of one of the package tokenizers, whose `encode` gives `ids`, with special tokens by default.
 
     Its truncation and padding, which are for batches, would shorten and fill the texts: a copy has neither.
     """

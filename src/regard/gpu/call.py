@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from regard.plan.schedule import Schedule
+from regard.seeds import dropout_threshold
 
 LARGEST_DIM = 256
 """The largest head dimension: the accumulators of a tile of queries must fit in registers."""
@@ -47,10 +48,9 @@ class Call:
     @property
     def drops(self) -> tuple[int, int, int, float]:
         """(low half of the seed, high half, threshold, factor of weights that stay), as native/dropout.h has them."""
-        share = self.dropout * 2**32 + 0.5
-        threshold = 2**32 - 1 if share >= 2**32 - 1 else int(share)
         kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return _signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32), _signed(threshold), kept
+        halves = _signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32)
+        return *halves, _signed(dropout_threshold(self.dropout)), kept
 
 
 def _signed(x: int) -> int:

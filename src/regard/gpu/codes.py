@@ -178,7 +178,7 @@ def coded_values(
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Values [keys, dim] in the type of the call; addresses are those of the tokens that `held_tokens` names."""
+    """Values [keys, dim] in the type of the call; addresses are those of the tokens that `value_tokens` names."""
     halves: tl.constexpr = KIND == "int4" and not WORDS  # each channel loads its byte, see `coded_keys`
     size: tl.constexpr = value_bytes(V_DIM_PADDED, KIND, WORDS)
     real_size: tl.constexpr = V_DIM if halves or KIND != "int4" else (V_DIM + 31) // 32 * 16

@@ -58,7 +58,7 @@ class SpanBlocks(NamedTuple):
 
 
 def span_blocks(item: int, t: Tokens, rows: int, shared: int) -> SpanBlocks | None:
-    """For the kernel of spans, whose programs have rows of the queries and heads that share a key head.
+    """The blocks of the kernel of spans, whose programs have rows of the queries and heads that share a key head.
 
     Args:
         item: bytes of an element of q.
@@ -299,7 +299,7 @@ def _ptx(device: torch.device, in_keys: bool) -> int:
 
 
 def _padded_dims(dim: int, v_dim: int, rest: int, kind: str, v_kind: str) -> tuple[int, int, int]:
-    """Of keys without the rest, of values, and of the rest, 0 where there is none.
+    """The padded dimensions of keys without the rest, of values, and of the rest, 0 where there is none.
 
     Two channels are in a byte of int4, for values channels c and 16 + c: 32 have 16 bytes.
     """

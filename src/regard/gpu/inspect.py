@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
 
 def sweep_blocks(item: int, dim: int) -> Blocks:
-    """For elements of `item` bytes and padded dimensions of a head. 64 keys at once would spill registers."""
+    """The blocks for elements of `item` bytes and a head's padded dimensions. 64 keys at once would spill registers."""
     blocks = far_blocks(item, dim)
     return blocks if blocks == LARGE_FLOAT32 else blocks._replace(stages=2)
 

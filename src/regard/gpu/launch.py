@@ -47,7 +47,7 @@ LARGE_FLOAT32 = Blocks(16, 16, 16, warps=4, stages=1)
 
 
 def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
-    """For the forward kernel, whose programs have rows of queries.
+    """The blocks of the forward kernel, whose programs have rows of queries.
 
     Args:
         item: bytes of an element of q, k and v.
@@ -75,7 +75,7 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
 
 
 def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
-    """For the gradient of queries, whose programs have rows of queries; the arguments are those of `forward_blocks`."""
+    """The blocks of the gradient of queries, whose programs have rows of queries; arguments as in `forward_blocks`."""
     if item == 4:
         blocks = float32_blocks(dim, 16, described)
     elif described and (extra or dim > 128):
@@ -94,7 +94,7 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool,
 
 
 def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, described: bool = False) -> Blocks:
-    """For the gradients of keys and values, whose programs have rows of keys."""
+    """The blocks of the gradients of keys and values, whose programs have rows of keys."""
     if item == 4:
         blocks = float32_blocks(dim, 16, described)
     elif described and dim <= 64 and not extra:
@@ -108,7 +108,7 @@ def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool, de
 
 
 def float32_blocks(dim: int, tokens: int, described: bool) -> Blocks:
-    """For float32, whose products are three of TF32.
+    """The blocks for float32, whose products are three of TF32.
 
     With 64 rows, heads of 128 would spill 550 to 1,630 bytes instead of 40 to 210. Products of 32 rows are not those of
     a warp group (sm_90, sm_100), but by count the spilled bytes alone would take longer. 64 rows have four warps, one

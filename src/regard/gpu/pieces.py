@@ -72,7 +72,7 @@ def value_bytes(dim, kind, words):
 
 
 @triton.jit
-def held_tokens(KEYS: tl.constexpr):
+def value_tokens(KEYS: tl.constexpr):
     """(place in the piece, piece) of the tokens whose values a thread has, [keys / 8, 2, 1, 4, 1]."""
     count: tl.constexpr = KEYS // piece_size(KEYS)
     place = tl.arange(0, KEYS // 8)[:, None, None, None, None]
@@ -84,7 +84,7 @@ def held_tokens(KEYS: tl.constexpr):
 
 
 @triton.jit
-def as_held(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def in_value_order(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Weights in the order of the tokens of `coded_values`."""
     weights = tl.permute(tl.reshape(weights, [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
     return tl.reshape(weights, [ROWS, KEYS])

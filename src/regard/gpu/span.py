@@ -20,7 +20,15 @@ import triton.language as tl
 
 from regard.gpu.codes import coded_keys, coded_values, value_scales
 from regard.gpu.codes_to_float import rounded
-from regard.gpu.pieces import as_held, channel_of, held_tokens, piece_size, pieces_of, token_of, value_channel_of
+from regard.gpu.pieces import (
+    channel_of,
+    in_value_order,
+    piece_size,
+    pieces_of,
+    token_of,
+    value_channel_of,
+    value_tokens,
+)
 from regard.gpu.scores import LOG2E, capped, is_non_finite, with_biases
 
 OF_ANY_LENGTH = (
@@ -132,10 +140,10 @@ def span(
             at_scales = k_scale + k_at * k_scale_page + g64 * k_scale_head
             at_zeros = k_zero + k_at * k_scale_page + g64 * k_scale_head
             if not IN_KEYS:
-                place, piece = held_tokens(KEYS)
-                t_held = t0 + piece * piece_size(KEYS) + place
-                there_held = _is_there(
-                    t_held, start + t_held, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
+                place, piece = value_tokens(KEYS)
+                t_v = t0 + piece * piece_size(KEYS) + place
+                v_there = _is_there(
+                    t_v, start + t_v, first, end, low, high, low_2, high_2, shown + b64 * shown_row, UNION, SHOWN
                 )
                 at_piece = t0 + piece * piece_size(KEYS)
                 v_at, v_tile = _placed(
@@ -147,7 +155,7 @@ def span(
                 at_v_scales = v_at * v_scale_page + g64 * v_scale_head + (value_places + place) * v_scale_token
                 # none of them is copied ahead, so that their way is as long as that of the keys
                 v_scales = value_scales(
-                    v_scale + at_v_scales, v_zero + at_v_scales, there_held, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
+                    v_scale + at_v_scales, v_zero + at_v_scales, v_there, v_group, V_DIM, V_DIM_PADDED, KEYS, V_KIND,
                     V_PAIRED, WORDS,
                 )  # fmt: skip
         else:
@@ -192,7 +200,7 @@ def span(
                 of_v = tl.trans(of_k)
         elif coded:
             of_v = coded_values(
-                v + at_values, v_scales, there_held, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
+                v + at_values, v_scales, v_there, V_DIM, V_DIM_PADDED, KEYS, V_KIND, dtype,
                 WIDE, V_ALIGNED, WORDS, PTX,
             )  # fmt: skip
         else:
@@ -223,7 +231,7 @@ def span(
             )  # fmt: skip
         else:
             if coded and not IN_KEYS:
-                weights = as_held(weights, ROWS, KEYS)
+                weights = in_value_order(weights, ROWS, KEYS)
             sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
         top = above
     at = (((first_span + of).to(tl.int64) * batch + b) * heads + h) * queries + i

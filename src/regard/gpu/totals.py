@@ -27,7 +27,7 @@ class Totals(NamedTuple):
     rest: Tensor | None  # the same; None without biases, where it is 0
 
     def with_sink(self, sink: Tensor) -> "Totals":
-        """With one more column, the sink of each head."""
+        """The totals with one more column, the sink of each head."""
         column = sink[:, None].expand_as(self.top)
         if self.rest is None:
             return Totals(torch.logaddexp(self.top, column), None)
@@ -43,12 +43,12 @@ class Totals(NamedTuple):
 
     @property
     def both(self) -> tuple[Tensor, Tensor]:
-        """As the kernels take it; those of calls without biases do not read the second one."""
+        """(top, rest) as the kernels take them; those of calls without biases do not read the second one."""
         return self.top, self.top if self.rest is None else self.rest
 
 
 def far_blocks(item: int, dim: int) -> Blocks:
-    """Of `far_rows`, which seldom computes anything: by the bytes of an element and the padded dimensions of a head.
+    """The blocks of `far_rows`, which seldom computes anything, by an element's bytes and a head's padded dimensions.
 
     64 rows of float32 have four warps, see `launch.float32_blocks`.
     """

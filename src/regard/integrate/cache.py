@@ -302,9 +302,8 @@ class RegardCache(DynamicCache):
 
         Whether the model computes with its keys before attention does is known after the first step.
         """
-        has_length = any(isinstance(layer, StoredLayer | FixedLayer) for layer in self.layers)
         kinds = [self.kinds[cast(Any, layer).made_for] for layer in self.layers]
-        return explanation(self.decoder, self.layers, kinds, int(self.get_seq_length()) if has_length else 0)
+        return explanation(self.decoder, self.layers, kinds, int(self.get_seq_length()) if self._attending() else 0)
 
     def __repr__(self) -> str:
         return f"RegardCache({self.decoder.name}, {self.options}: {len(self.layers)} layers, {self.bytes:,} bytes)"
@@ -380,7 +379,7 @@ class RegardCache(DynamicCache):
 
         Lengths that are on a GPU are not read: the host would wait for them.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, StoredLayer | FixedLayer)]
+        layers = list(self._attending().values())
         ends = [layer.get_seq_length() for layer in (layers[0], layers[-1])] if layers else [0]
         if any(isinstance(n, Tensor) and not n.is_cpu for n in ends) or int(ends[0]) == int(ends[-1]):
             return

@@ -219,7 +219,7 @@ class WindowLayer(StoredLayer):
         self.record_past, self._before = False, 0
 
     def activate_past_recording(self) -> None:
-        """From now on, keep what leaves the window until the next `crop`."""
+        """Keep what leaves the window from now on, until the next `crop`."""
         self.record_past = True
 
     def get_seq_length(self) -> int:

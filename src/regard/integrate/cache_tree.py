@@ -136,6 +136,6 @@ def _dtype(name: str) -> torch.dtype:
 def _class(name: str, base: type[Any] = object) -> type[Any]:
     module, _, own = name.rpartition(".")
     found = getattr(importlib.import_module(module), own, None) if module.startswith(HOMES) else None
-    if not isinstance(found, type) or found.__module__ != module or not issubclass(found, base):
+    if not isinstance(found, type) or not found.__module__.startswith(HOMES) or not issubclass(found, base):
         raise ProblemError(f"the file names a class {name!r}, which is no class of regard's caches.")
     return found

@@ -275,7 +275,7 @@ def _one_line(what: str) -> Generator[None]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without transformers' progress bars and log."""
+    """Inside, transformers shows no progress bars and no log."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -291,7 +291,7 @@ def _quiet() -> Generator[None]:
 
 @contextmanager
 def _loud() -> Generator[None]:
-    """With progress bars, which a download is worth."""
+    """Inside, transformers shows progress bars, which a download is worth."""
     from transformers.utils import logging
 
     logging.enable_progress_bar()

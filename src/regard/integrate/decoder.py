@@ -54,7 +54,7 @@ class Decoder(NamedTuple):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the modules, which another process does not have."""
+        """The decoder, without the modules, which another process does not have."""
         return Decoder, (self.name, self.config, self.source, self.is_latent, self.is_paired)
 
 

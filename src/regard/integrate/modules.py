@@ -65,7 +65,7 @@ def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAt
 
 
 def with_weights_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAttention:
-    """As `attention_of`, whatever the forward hooks of the projections do: those of an observer only look."""
+    """What `attention_of` makes, whatever the forward hooks of the projections do: those of an observer only look."""
     with torch.enable_grad():  # where gradients are disabled, views of trained weights would not require them
         made = (_latent if config.model_type in LATENT else _multi_head)(cast(Any, layer), config)
     return made.train(layer.training)

@@ -39,7 +39,7 @@ class Affine(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """Of the weights of a layer: heads are contiguous, in the rows of q, k and v and in the columns of o."""
+    """The projections of a layer: heads are contiguous, in the rows of q, k and v and in the columns of o."""
 
     q: Affine
     k: Affine

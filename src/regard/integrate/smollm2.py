@@ -117,7 +117,7 @@ def _model(
 
 
 def _owned(weight: NDArray[np.float32]) -> Tensor:
-    """As a tensor; a copy where the array is the file itself, which must not be written to."""
+    """The weight as a tensor; a copy where the array is the file itself, which must not be written to."""
     return torch.from_numpy(weight if weight.flags.writeable else weight.copy())
 
 

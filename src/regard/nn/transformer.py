@@ -189,7 +189,7 @@ class Encoder(SharesTensors, SpecAttributes):
         _check_tokens(tokens)
         if caches is not None:
             _check_caches(caches, len(self.blocks))
-        x = self.embedding(tokens) * self.d_model**0.5
+        x = self._embedded(tokens) * self.d_model**0.5
         if self.position is not None:
             shard = token_positions()
             first = caches[0].own.tokens_seen if caches else None
@@ -198,6 +198,17 @@ class Encoder(SharesTensors, SpecAttributes):
             for block, pair in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, context, mask=mask, context_mask=context_mask, caches=pair)
         return self.norm(x)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        try:
+            return self.embedding(tokens)
+        except IndexError:  # on a CPU; a GPU has an error of its own
+            low, high = (int(bound) for bound in tokens.aminmax())
+            if 0 <= low <= high < self.embedding.num_embeddings:
+                raise
+            raise ProblemError(
+                f"tokens are {low} to {high}: expected 0 to {self.embedding.num_embeddings - 1}, the vocabulary."
+            ) from None
 
 
 class Decoder(SharesTensors):

@@ -64,7 +64,7 @@ class Shard:
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence."""
+        """The tokens of the whole sequence."""
         return self.layout.tokens
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:

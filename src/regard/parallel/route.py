@@ -161,7 +161,7 @@ def needs_of(mask: "Mask | None", queries: Layout, keys: Layout, offset: int, ma
 
 
 def _hulls(layout: Layout) -> "Ints":
-    """Of ranges of positions (the rank, the first position, one past the last), [ranges, 3]; neighbours as one."""
+    """Ranges of positions (the rank, the first position, one past the last), [ranges, 3]; neighbours as one."""
     rows: list[tuple[int, int, int]] = []
     for rank in range(layout.ranks):
         ranges = [r for r in layout.positions(rank) if r]

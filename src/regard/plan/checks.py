@@ -319,7 +319,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> "Saved":
-        """Of q, k, v, sink, distance and bias, as the forward pass reads them."""
+        """The forms of q, k, v, sink, distance and bias, as the forward pass reads them."""
         q, k, v, _, distance, bias = parts
         form = None if bias is None else (bias.shape, bias.dtype)
         of_distance = None if distance is None else distance.shape

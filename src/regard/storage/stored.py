@@ -191,7 +191,7 @@ class FixedParts:
         self._encodings: tuple[str, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of a copy nothing is known, as its tensors are others."""
+        """The parts alone: a copy has other tensors, of which nothing is known."""
         return FixedParts, (self.parts,)
 
     @property

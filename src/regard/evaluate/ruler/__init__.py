@@ -15,6 +15,9 @@ the share of the answers in its text, whatever their case. A book that is too sh
 What differs from RULER: the book is Moby-Dick, where RULER takes essays that are not free; words are drawn from lists
 of this package or from the book, where RULER takes those of the package wonderwords; all keys of a text are different;
 the example before the text of `vt` and `cwe` is the same for all samples.
+
+Files: `task.py` (a prompt that fills a length), `needles.py` (`niah_...`), `variables.py` (`vt`), `words.py` (`cwe` and
+`fwe`).
 """
 
 from regard.evaluate.ruler.needles import NIAH

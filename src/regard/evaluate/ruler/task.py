@@ -61,7 +61,7 @@ class RulerTask:
         return self.most(length)
 
     def examples(self, model: Model) -> Iterator[Question]:
-        """By length."""
+        """The examples by length."""
         for length in self.lengths:
             units = self._units(model, length)
             for sample in range(self.samples):

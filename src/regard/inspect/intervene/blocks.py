@@ -99,7 +99,7 @@ def branches(model: nn.Module, run: Callable[[], Any], blocks: Mapping[str, Sequ
     return found
 
 
-def first_tokens(values: Any, ndim: tuple[int, ...] = (3,)) -> Tensor | None:
+def tensor_of_tokens(values: Any, ndim: tuple[int, ...] = (3,)) -> Tensor | None:
     """The first value that is tokens: floats [batch, tokens, width]; with 2 axes [batch * tokens, width]."""
     several = (values,) if isinstance(values, Tensor) else values
     floats = (one for one in several if isinstance(one, Tensor) and one.is_floating_point())
@@ -108,7 +108,7 @@ def first_tokens(values: Any, ndim: tuple[int, ...] = (3,)) -> Tensor | None:
 
 def _record_input(passed: list[ModuleTensor], path: str) -> Callable[..., None]:
     def take(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if (tokens := first_tokens((*arguments, *named.values()), FLAT)) is not None:
+        if (tokens := tensor_of_tokens((*arguments, *named.values()), FLAT)) is not None:
             passed.append(ModuleTensor(path, True, tokens.clone()))  # models may change their input in place
 
     return take
@@ -116,7 +116,7 @@ def _record_input(passed: list[ModuleTensor], path: str) -> Callable[..., None]:
 
 def _record_output(passed: list[ModuleTensor], path: str) -> Callable[..., None]:
     def take(module: nn.Module, arguments: Any, output: Any) -> None:
-        if (tokens := first_tokens(output, FLAT)) is not None:
+        if (tokens := tensor_of_tokens(output, FLAT)) is not None:
             passed.append(ModuleTensor(path, False, tokens.clone()))
 
     return take
@@ -222,13 +222,13 @@ class _RunningBlock:
         self._branch_outputs: dict[str, Tensor] = {}
 
     def enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tokens = first_tokens((*arguments, *named.values()))
+        tokens = tensor_of_tokens((*arguments, *named.values()))
         assert tokens is not None  # there were some when its branches were found
         self._x, self._branch_outputs = tokens.clone(), {}
 
     def record_branch(self, branch: str) -> Callable[..., None]:
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-            tokens = first_tokens(output, FLAT)
+            tokens = tensor_of_tokens(output, FLAT)
             assert tokens is not None
             self._branch_outputs[branch] = tokens.clone().view_as(self._x)
 
@@ -236,7 +236,7 @@ class _RunningBlock:
 
     def without_skip(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Replace the input of the MLP branch, x + attention, by the attention alone."""
-        old = first_tokens((*arguments, *named.values()), FLAT)
+        old = tensor_of_tokens((*arguments, *named.values()), FLAT)
         if old is None or self._parts.attention not in self._branch_outputs:  # a norm that is also before the attention
             return None
         new = self._branch_outputs[self._parts.attention].view_as(old)
@@ -248,7 +248,7 @@ class _RunningBlock:
         new = self._tokens()
         if isinstance(output, Tensor):
             return new
-        old = first_tokens(output)
+        old = tensor_of_tokens(output)
         return tuple(new if value is old else value for value in output)
 
     def _tokens(self) -> Tensor:

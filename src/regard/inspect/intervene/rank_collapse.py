@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, first_tokens, run_variant
+from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, run_variant, tensor_of_tokens
 from regard.inspect.intervene.heads import edit_outputs, module_at, whole_layer
 from regard.inspect.observing.layers import track_layers
 from regard.nn import MultiHeadAttention
@@ -156,11 +156,11 @@ def _layer_runs(model: nn.Module, run: Callable[[], Any], paths: tuple[str, ...]
             module = module_at(model, path)
 
             def record_input(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], path: str = path) -> None:
-                if (tokens := first_tokens((*args, *named.values()))) is not None:
+                if (tokens := tensor_of_tokens((*args, *named.values()))) is not None:
                     inputs[path] = tokens
 
             def record_output(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-                if path in inputs and (tokens := first_tokens(output)) is not None:
+                if path in inputs and (tokens := tensor_of_tokens(output)) is not None:
                     runs.append(LayerRun(path, tracker.forwards, inputs.pop(path), tokens))
 
             hooks.callback(module.register_forward_pre_hook(record_input, with_kwargs=True).remove)

@@ -2,15 +2,18 @@
 
 Every measure is exact and gives `HeadScores`: a value for each sequence and head, its *chance* value (what uniform
 attention over the same mask scores, without which no score means anything: on 5 tokens, uniform causal attention
-gives token 0 a mass of 0.32) and an interval. `catalogue.MEASURES` lists them as values, with their definitions.
+gives token 0 a mass of 0.32) and an interval. `MEASURES` in `catalogue.py` has them as values, with definitions.
 
-    pairs      sums over O(n) weights, which are computed and no others     offset  sink  induction  pattern
-    sweep      from what one pass over all weights gathers                  spread  distance  rare  values
-    rows       the few rows that you name, in full                          syntactic  retrieval
-    weights    of the model; no text                                        copying
+    pairs      sums over O(n) weights, which are computed and no others     offset.py  sink.py  induction.py  pattern.py
+    sweep      from what one pass over all weights gathers                  spread.py  distance.py  rare.py  values.py
+    rows       the few rows that you name, in full                          syntactic.py  retrieval.py
+    weights    of the model; no text                                        copying.py  circuits.py
 
 Means are over the rows that see any key, and over those in `rows` where the caller names them (to exclude padding).
 Heads are query heads; A[i, j] is the weight of key j in row i, p_i the position of row i.
+
+`score.py` has `HeadScores`, `measure.py` a measure as a value, `stimulus.py` random tokens that repeat. Measures share
+`means.py` (which rows count, and chance), `blocks.py` (pairs and rows in blocks) and `received.py` (checks).
 """
 
 from regard.inspect.measures.circuits import circuit_of, circuits

@@ -54,7 +54,7 @@ class Measured:
 
     @classmethod
     def of(cls, measure: Measure, scores: Mapping[int, HeadScores]) -> "Measured":
-        """From the scores of each layer by its number."""
+        """The result of a measure, from the scores of each layer by its number."""
         intervals = [score.interval() for score in scores.values()]
         at = [score.at[0] for score in scores.values() if score.at is not None]
         return cls(

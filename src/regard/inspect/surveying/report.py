@@ -271,5 +271,5 @@ def _cell(value: float | None) -> str:
 
 
 def _without_keys(ablations: Ablations) -> dict[str, Any]:
-    """As a dict whose keys are text."""
+    """The ablations as a dict whose keys are text."""
     return asdict(ablations) | {"deltas": {f"{layer}.{head}": d for (layer, head), d in ablations.deltas.items()}}
