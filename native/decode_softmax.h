@@ -46,9 +46,7 @@ struct DecodeSoftmax {
     static REGARD_INLINE uint64_t kept_bits(const Block &block, const Bits128 &bits, int r, int j, int count) {
         const uint64_t all = (uint64_t(1) << count) - 1;
         if (!block.half[j / TILE].bits) return all;
-        uint64_t kept = 0;
-        for (int i = 0; i < count; ++i) kept |= (bits.of[j + i] >> r & 1) << i;
-        return kept;
+        return row_bits(bits.of + j, r, count) & all;
     }
 
     T weight(int r, int i) const {
@@ -112,8 +110,7 @@ struct DecodeSoftmax {
         const int64_t h = lanes.head_of(r), i = lanes.query_of(r);
         if (c.bias) {
             const int64_t at = lanes.batch * c.bias_batch + h * c.bias_head + i * c.bias_row + token * c.bias_key;
-            if (count == W && c.bias_key == 1 && c.bias_dtype == (sizeof(T) == 4 ? REGARD_F32 : REGARD_F64))
-                sum = load(static_cast<const T *>(c.bias) + at);
+            if (count == W && c.bias_key == 1) sum = any_vector<T>(c.bias, c.bias_dtype, at);
             else
                 for (int j = 0; j < count; ++j) sum[j] = any_number<T>(c.bias, c.bias_dtype, at + j * c.bias_key);
         }

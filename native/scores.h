@@ -58,6 +58,19 @@ T any_number(const void *data, int64_t dtype, int64_t at) {
     }
 }
 
+// Adjacent numbers of such a tensor.
+template <typename T>
+REGARD_INLINE typename Vec<T>::type any_vector(const void *data, int64_t dtype, int64_t at) {
+    if (dtype == (sizeof(T) == 4 ? REGARD_F32 : REGARD_F64)) return load(static_cast<const T *>(data) + at);
+    if constexpr (sizeof(T) == 4) {
+        if (dtype == REGARD_BF16) return load_wide(static_cast<const bf16 *>(data) + at);
+        if (dtype == REGARD_F16) return load_wide(static_cast<const f16 *>(data) + at);
+    }
+    typename Vec<T>::type x{};
+    for (int i = 0; i < Vec<T>::lanes; ++i) x[i] = any_number<T>(data, dtype, at + i);
+    return x;
+}
+
 // The bias of a block, lanes are queries: out[key][lane], both kinds added.
 template <typename T>
 void bias_by_query(const regard_call &c, const Lanes &lanes, int64_t first, int count, T *out) {
@@ -110,6 +123,24 @@ REGARD_INLINE void lane_bits(const Block &block, const Lanes &lanes, Bits128 &bi
         const uint64_t own = (uint64_t(1) << lanes.per_head) - 1;
         for (int j = 0; j < TILE; ++j) bits.of[i * TILE + j] = (from[j] & own) * copies;
     }
+}
+
+// Bit `lane` of `count` tokens, and of those after them that fill a vector.
+REGARD_INLINE uint64_t row_bits(const uint64_t *of, int lane, int count) {
+    uint64_t kept = 0;
+    int i = 0;
+#if defined(__AVX512F__)
+    const __m512i bit = _mm512_set1_epi64(int64_t(uint64_t(1) << lane));
+    for (; i < count; i += 8) kept |= uint64_t(_mm512_test_epi64_mask(_mm512_loadu_si512(of + i), bit)) << i;
+#elif defined(__AVX2__)
+    const __m128i to_sign = _mm_cvtsi32_si128(63 - lane);
+    for (; i < count; i += 4) {
+        const __m256i some = _mm256_sll_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(of + i)), to_sign);
+        kept |= uint64_t(_mm256_movemask_pd(_mm256_castsi256_pd(some))) << i;
+    }
+#endif
+    for (; i < count; ++i) kept |= (of[i] >> lane & 1) << i;
+    return kept;
 }
 
 // The pieces of a block with something to compute, `tokens` of which exist; at most 8. W: lanes of a vector; G: tokens

@@ -144,6 +144,18 @@ struct Source {
         }
     }
 
+    // Whether a block of these rows takes a quarter or more of the second cache's lines that such rows can be in: rows
+    // of 512 bytes, 4 KiB apart, can be in an eighth of them.
+    bool crowds() const {
+        const regard_part &p = parts.all[0];
+        if (p.form > REGARD_F16) return false;
+        constexpr int64_t PAGE = 4096;
+        const int64_t bytes = dim * bytes_of(p.form), stride = p.data_step * bytes_of(p.form);
+        const int64_t apart = stride & -stride;                                // the largest power of two in it
+        const int64_t covered = apart >= PAGE ? bytes : PAGE / apart * bytes;  // of each page
+        return stride > bytes && BLOCK * bytes * 4 * PAGE >= caches().second * covered;
+    }
+
   private:
     static regard_part whole(const regard_tensor &t) {
         constexpr int64_t all = INT64_MAX / 2;

@@ -1,7 +1,7 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -197,7 +197,7 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
 
 
 @contextmanager
-def _freed_by_interrupts(sequences: list[Sequence]) -> Iterator[None]:
+def _freed_by_interrupts(sequences: list[Sequence]) -> Generator[None]:
     """Free the sequences if Ctrl-C comes while their pages change: what is left of them is not what they say."""
     try:
         yield
