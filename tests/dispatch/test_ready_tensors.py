@@ -240,3 +240,11 @@ def test_few_are_kept() -> None:
         attend(q, k, v, mask=KeyLengths(torch.tensor([9, 30])), offset=offset)
     (alike,) = ready_tensors._ready.values()  # pyright: ignore[reportPrivateUsage]
     assert 0 < len(alike) <= ready_tensors.KEPT
+
+
+def test_a_mask_with_large_lists_of_tiles_is_not_kept() -> None:
+    q, k, v = (torch.randn(1, heads, 300, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    words: dict[str, Any] = {"mask": TensorMask(_hidden(1, HEADS, 300, 300))}
+    attend(q, k, v, **words)
+    assert _ready(q, k, v, **words) is None
+    assert not ready_tensors._ready  # pyright: ignore[reportPrivateUsage]

@@ -53,6 +53,10 @@ from regard.state import State
 from regard.torch_internals import resolve_lazy
 from regard.wide import wide_of
 
+REPEATED_BYTES = 32 << 10
+"""The most bytes of the lists of tiles of a call that is repeated with tensors: it keeps them, and larger calls are no
+faster by that."""
+
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
 
@@ -167,7 +171,7 @@ class _Kernel:
         if mask is None or mask.constant() is not None:
             return None
         tiles, is_kept = tiles_of(operands, self.schedule)
-        return tiles if is_kept else None
+        return tiles if is_kept and tiles.nbytes <= REPEATED_BYTES else None
 
     def compute(
         self, inputs: Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True

@@ -24,7 +24,7 @@ from regard.dispatch.choose import Plan
 from regard.plan.problem import Operands
 from regard.torch_internals import is_lazy_zero
 
-KEPT = 256
+KEPT = 64
 """Keys of calls that are kept, and masks of each: every step of decoding under a mask with tensors has another one."""
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
