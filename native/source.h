@@ -151,9 +151,10 @@ struct Source {
         if (p.form > REGARD_F16) return false;
         constexpr int64_t PAGE = 4096;
         const int64_t bytes = dim * bytes_of(p.form), stride = p.data_step * bytes_of(p.form);
+        if (stride <= bytes) return false;                                     // also 0, of a token that is repeated
         const int64_t apart = stride & -stride;                                // the largest power of two in it
         const int64_t covered = apart >= PAGE ? bytes : PAGE / apart * bytes;  // of each page
-        return stride > bytes && BLOCK * bytes * 4 * PAGE >= caches().second * covered;
+        return BLOCK * bytes * 4 * PAGE >= caches().second * covered;
     }
 
   private:
