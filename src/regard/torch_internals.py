@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from regard.errors import RefusalError
 
@@ -260,7 +261,7 @@ _is_lazy_zero: Callable[[Tensor], bool] = _find(
 
 def is_lazy_zero(t: object) -> bool:
     """Whether it is a tensor of zeros without memory, as forward-mode differentiation makes them."""
-    return type(t) is Tensor and _is_lazy_zero(t)  # other classes may not know the question
+    return (type(t) is Tensor or type(t) is Parameter) and _is_lazy_zero(t)  # other classes may not know the question
 
 
 def resolve_lazy(t: Tensor) -> Tensor:

@@ -248,3 +248,30 @@ def test_a_mask_with_large_lists_of_tiles_is_not_kept() -> None:
     attend(q, k, v, **words)
     assert _ready(q, k, v, **words) is None
     assert not ready_tensors._ready  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_new_mask_of_a_kept_call_forgets_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready_tensors, "KEPT", 2)
+    q, k, v = _tensors()
+    sink: dict[str, Any] = {"sink": torch.randn(HEADS)}
+    attend(q, k, v, **sink)
+    for _ in range(2):
+        attend(q, k, v, mask=TensorMask(_hidden(BATCH, 1, 1, KEYS)))
+    _check(q, k, v, **sink)
+
+
+def test_a_sink_whose_memory_was_freed_is_no_missing_sink() -> None:
+    q, k, v = _tensors()
+    for _ in range(2):
+        attend(q, k, v, sink=torch.randn(HEADS))
+    freed = torch.randn(HEADS)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ProblemError, match="has no memory"):
+        attend(q, k, v, sink=freed)
+
+
+def test_a_parameter_of_zeros_without_memory_is_a_sink() -> None:
+    q, k, v = _tensors()
+    lazy = torch.nn.Parameter(cast(Any, torch)._efficientzerotensor((HEADS,)), requires_grad=False)
+    for _ in range(2):
+        assert torch.equal(attend(q, k, v, sink=lazy), attend(q, k, v, sink=torch.zeros(HEADS)))

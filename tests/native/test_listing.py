@@ -25,6 +25,7 @@ from regard import (
 from regard.backend import native_tiles
 from regard.backend.native_tiles import ALL, Tiles
 from regard.describe.mask import CallSizes
+from regard.describe.spec import spec
 from regard.plan.closed_form import Grid, closed_form, is_by_query
 from regard.plan.few_rows import few_rows
 from regard.plan.problem import MAX_OFFSET
@@ -197,3 +198,23 @@ def test_lengths_of_a_large_batch_serve_long_calls_after_short_ones():
         q = torch.randn(128, 1, queries, 1)
         out = attend(q, k, k, mask=KeyLengths(lengths), offset=0)
         torch.testing.assert_close(out, attend(q, k, k, mask=KeyLengths(lengths), offset=0, backend="reference"))
+
+
+@spec
+class QuarterOfTheKeys(Mask):
+    """A window whose length follows the number of keys."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        return Causal() & Window(sizes.keys // 4)
+
+
+def test_a_mask_that_binds_by_size_has_tiles_of_each_size():
+    for keys in (16, 32, 16, 64):
+        q, k, v = (torch.randn(1, 2, keys, 8) for _ in range(3))
+        for _ in range(2):
+            found = attend(q, k, v, mask=QuarterOfTheKeys(), backend="native")
+            expected = attend(q, k, v, mask=Causal() & Window(keys // 4), backend="native")
+            assert torch.equal(found, expected)

@@ -78,7 +78,6 @@ class RepeatableKernel(Kernel, Protocol):
         ...
 
 
-@runtime_checkable
 class KernelWithTensors(RepeatableKernel, Protocol):
     """A kernel that also repeats calls with a bias or a sink, or under a mask with tensors."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from regard import native_calls
 from regard.backend.native_parts import listed
 from regard.describe.bias import Bias, TensorBias
+from regard.errors import ProblemError
 from regard.plan.distance import kept_by_distance, split_by_distance, table, vectors
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
@@ -57,15 +58,15 @@ def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
     if seed:
         struct[SEED] = seed
     if i.sink is not None:
-        struct[SINK] = i.sink.data_ptr()
+        _write_sink(struct, i.sink)
     if i.distance is not None:
-        struct[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
+        _write_distance(struct, i.distance)
     if i.bias is not None:
         struct[BIAS] = (i.bias.data_ptr(), native_calls.DTYPES[i.bias.dtype], *_strides(i.bias))
     return None if i.stored is None else write_parts(struct, *i.stored)
 
 
-def write_more(
+def write_bias_and_sink(
     struct: Any, bias: Bias | None, sink: Tensor | None, heads: int, wide: torch.dtype, first: int, count: int
 ) -> tuple[object, object] | None:
     """Write a `TensorBias` or an `Alibi`, and a sink, into an opened struct of a call that learns nothing.
@@ -85,11 +86,25 @@ def write_more(
         struct[BIAS] = (address, native_calls.DTYPES[t.dtype], *(0,) * (4 - t.ndim), *_strides(t))
     elif bias is not None:
         of_bias = distance = kept_by_distance(bias, heads, wide, first, count)
-        struct[DISTANCE] = (distance.data_ptr(), _strides(distance)[0])
+        _write_distance(struct, distance)
     if sink is not None:
         sink = sink.to(wide).contiguous()
-        struct[SINK] = sink.data_ptr()
+        _write_sink(struct, sink)
     return of_bias, sink
+
+
+def _write_distance(struct: Any, distance: Tensor) -> None:
+    struct[DISTANCE] = (distance.data_ptr(), _strides(distance)[0])
+
+
+def _write_sink(struct: Any, sink: Tensor) -> None:
+    """Write the address of the sinks; at address 0 the library would take them for none."""
+    if not (address := sink.data_ptr()) and sink.numel():
+        raise ProblemError(
+            f"sink {list(sink.shape)} has no memory: its storage was freed, as FSDP does outside of a module's forward "
+            "pass. Expected a tensor with elements."
+        )
+    struct[SINK] = address
 
 
 def write_parts(struct: Any, k: StoredTensor, v: StoredTensor) -> object:

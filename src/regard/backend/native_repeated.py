@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.backend.contract import Bind, Bound, Repeated, Run, RunWithTensors
-from regard.backend.native_inputs import TILES, write_more
+from regard.backend.native_inputs import TILES, write_bias_and_sink
 from regard.backend.native_tiles import Tiles
 from regard.describe.bias import Bias
 from regard.native_calls import Attend, pack_packed, packed_operands
@@ -173,7 +173,7 @@ def repeated_with_tensors(
         form = opened()
         if not number:
             form[TILES] = lists
-        used = write_more(form, bias, sink, heads, wide, offset - (keys - 1), queries + keys - 1)
+        used = write_bias_and_sink(form, bias, sink, heads, wide, offset - (keys - 1), queries + keys - 1)
         if used is None:
             return None
         is_by_token = qh < qt and queries > 1

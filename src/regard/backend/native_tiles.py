@@ -118,8 +118,8 @@ def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
     tiles = _made(mask, sizes, posed.tile)
     if not _is_of(mask, key):
         return tiles, False
-    if tiles.number and mask is not None and key.mask is not None and is_made_of(mask, FIXED):
-        _put_fixed(key.mask, tiles)
+    if tiles.number and mask is not None and is_made_of(mask, FIXED) and (own := mask.fingerprint()) == key.mask:
+        _put_fixed(own, tiles)
     else:
         _kept.put(name, tiles)
     return tiles, True

@@ -100,18 +100,18 @@ def run(
         and (mask is None or isinstance(mask, Mask))
     ):
         return _LONG
-    spec, mask = mask, None if mask is None else mask.constant()
-    if bias is not None or sink is not None or (mask is None and spec is not None):
-        call = _key(q, k, v, mask, scale, softcap, backend) if q.is_cpu else None
+    constant = None if mask is None else mask.constant()
+    if bias is not None or sink is not None or (mask is not None and constant is None):
+        call = _key(q, k, v, constant, scale, softcap, backend) if q.is_cpu else None
         key = None if call is None else key_of(call, q, k.shape[2], bias, sink)
         if key is None:
             return _LONG
-        return key, ready_tensors.run(key, q, k, v, spec if mask is None else None, offset, bias, sink)
+        return key, ready_tensors.run(key, q, k, v, mask if constant is None else None, offset, bias, sink)
     # A nested tensor would end the process in torch's guard.
     if kind is Tensor and not (q.is_nested or k.is_nested or v.is_nested):
         for call, is_like, bound in _last:
             if (
-                call.fingerprint is mask
+                call.fingerprint is constant
                 and call.scale == scale
                 and call.softcap == softcap
                 and call.backend == backend
@@ -121,7 +121,7 @@ def run(
                 and call.plan() is not None
             ):
                 return call.key, bound(q, k, v, keys, offset)
-    key = _key(q, k, v, mask, scale, softcap, backend)
+    key = _key(q, k, v, constant, scale, softcap, backend)
     if key is None or (found := _ready.get(key)) is None or found.plan() is None:
         return key, None
     out = found.run(q, k, v, k.shape[2], offset)
@@ -180,7 +180,7 @@ def _is_simple(stored: StoredTensor) -> bool:
     return stored.parts[0].data.is_cpu
 
 
-def bind(key: AnyKey, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
+def bind(key: Key, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
     """What runs calls with the strides of a ready one, by token."""
     found = _ready.get(key)
     return None if found is None else found.bind(q, k, v, True)

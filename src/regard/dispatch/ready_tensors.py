@@ -25,7 +25,9 @@ from regard.plan.problem import Operands
 from regard.torch_internals import is_lazy_zero
 
 KEPT = 64
-"""Keys of calls that are kept, and masks of each: every step of decoding under a mask with tensors has another one."""
+"""Keys of calls that are kept, and the masks that are kept for each: a step of decoding under padding has a new one.
+
+A mask takes at most 32 KiB (`native.REPEATED_BYTES`), so that all of them take no more than 128 MiB."""
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Types of biases and sinks."""
@@ -118,7 +120,7 @@ def keep(
         return
     if (again := cast(KernelWithTensors, kernel).repeated_with_tensors(operands)) is None:
         return
-    if len(_ready) >= KEPT:
+    if key not in _ready and len(_ready) >= KEPT:
         forget()
     if len(alike) >= KEPT:
         alike.clear()

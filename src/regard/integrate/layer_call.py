@@ -54,8 +54,8 @@ def run_layer(q: Tensor, k: Tensor, v: Tensor, mask: "LayerMask", scale: float |
     key, out = ready.run(q, k, v, mask.mask, scale, softcap, mask.offset, None)
     if out is None:
         out = _attend(q, k, v, mask=mask.mask, scale=scale, softcap=softcap, offset=mask.offset)
-    elif mask.known is None and key is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif mask.known is None and type(key) is tuple and not (q.requires_grad or k.requires_grad or v.requires_grad):
         offset = cast(int, mask.offset)  # else the call is not ready
-        if (run := ready.bind(key, q, k, v)) is not None and (is_like := guard_of(q, k, v)) is not None:
+        if (is_like := guard_of(q, k, v)) is not None and (run := ready.bind(key, q, k, v)) is not None:
             mask.known = KnownCall(is_like, scale, softcap, run, k.shape[2], offset)
     return out.transpose(1, 2).contiguous()
