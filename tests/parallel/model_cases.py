@@ -309,6 +309,11 @@ def positioned(rank: int, size: int, *, tokens: int) -> None:
         expected.square().sum().backward()
         found.square().sum().backward()
         torch.testing.assert_close(other.grad, own.grad)
+        spread = distribute_tensor(table, mesh, [Replicate()]).requires_grad_()
+        found = cast(Any, Learned(spread).add(sharded, 3))
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.square().sum().backward()
+        torch.testing.assert_close(cast(Any, spread.grad).full_tensor(), own.grad)
 
 
 def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | None, tokens: int) -> None:

@@ -103,8 +103,11 @@ def has_tangent(t: Tensor) -> bool:
 
 
 def beside(table: Tensor, x: Any) -> Tensor:
-    """The table as a DTensor that every rank has whole, where x is a DTensor: torch computes with both or with none."""
-    if type(x).__name__ != "DTensor":  # by the name, as torch imports their class late
+    """The table as a DTensor, where x is one: torch computes with both or with none.
+
+    A table that is a DTensor already stays as it is; of any other, every rank has the whole.
+    """
+    if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":  # as torch imports their class late
         return table
     return type(x).from_local(table, x.device_mesh)
 
