@@ -1,7 +1,9 @@
 """The schedule: exact, whatever the mask, and as cheap as the mask's boundary."""
 
+import gc
 import time
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from regard.describe.mask import CallSizes, Rectangles
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from tests.expressions import BATCH, HEADS, masks
+from tests.pretended_gpu import pretended_gpu
 
 
 def made(mask: Mask | None, queries: int, keys: int, offset: int, tile: int) -> Schedule:
@@ -137,6 +140,32 @@ def test_heads_and_batch_rows_that_repeat_a_table_share_a_map(kind: Any):
         assert torch.equal(attend(q, q, q, mask=kind(repeated)), out)
     with pytest.raises(ProblemError, match=f"for {BATCH} batch rows and {HEADS + 1} heads"):
         attend(q, q, q, mask=kind(table.expand(BATCH, HEADS + 1, -1, -1)))
+
+
+@pytest.mark.parametrize("kind", [TensorMask, lambda table: Blocks(table, 1)])
+def test_an_expanded_table_on_a_gpu_is_the_same_in_every_call(kind: Any):
+    """There content is identity, and a table that each call narrowed anew would have a schedule for each."""
+    sizes = CallSizes(batch=BATCH, heads=HEADS, queries=64, keys=64, offset=0)
+    with pretended_gpu() as gpu:
+        for made in (torch.rand(64, 64) < 0.7, torch.empty_strided((64, 64), (0, 1), dtype=torch.bool)):
+            table = gpu.put(gpu.put(made).expand(BATCH, HEADS, -1, -1))
+            first, again = (kind(table).bind(sizes) for _ in range(2))
+            assert first == again != kind(gpu.put(table.clone())).bind(sizes)
+            assert first.broadcast_shape() == (1, 1)
+            made[0, 0] = ~made[0, 0]
+            assert again.keep(0, 0, 0, 0) == made[0, 0]
+            assert kind(table).bind(sizes) == again
+
+
+def test_a_view_that_is_kept_of_a_table_on_a_gpu_keeps_it_alive_no_longer():
+    sizes = CallSizes(batch=BATCH, heads=HEADS, queries=8, keys=8, offset=0)
+    with pretended_gpu() as gpu:
+        table = gpu.put(torch.empty_strided((BATCH, HEADS, 8, 8), (0, 0, 8, 1), dtype=torch.bool))
+        TensorMask(table).bind(sizes)
+        found = weakref.ref(table)
+        del table
+        gc.collect()
+        assert found() is None
 
 
 def test_a_query_before_the_first_key_sees_nothing():

@@ -16,7 +16,7 @@ from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectan
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import spec
-from regard.describe.tensors import derived, distinct_elements, elements
+from regard.describe.tensors import derived, derived_view, distinct_elements, elements
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -318,9 +318,13 @@ def _check_rows(name: str, mask: Mask, table: Tensor, sizes: CallSizes) -> None:
 
 def _each_map_once(table: Tensor) -> Tensor:
     """The table with one element in place of batch rows or heads that `expand` repeats: they share a schedule."""
-    for axis in range(table.ndim - 2):
-        if table.shape[axis] > 1 and not table.stride(axis):
-            table = table.narrow(axis, 0, 1)
+    axes = [axis for axis in range(table.ndim - 2) if table.shape[axis] > 1 and not table.stride(axis)]
+    return derived_view(table, f"once {axes}", lambda t: _first_of(t, axes)) if axes else table
+
+
+def _first_of(table: Tensor, axes: list[int]) -> Tensor:
+    for axis in axes:
+        table = table.narrow(axis, 0, 1)
     return table
 
 

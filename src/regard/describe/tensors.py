@@ -44,6 +44,7 @@ T = TypeVar("T")
 _serials = itertools.count()
 _serial_of = WeakIdKeyDictionary()
 _derived = WeakIdKeyDictionary()
+_views = WeakIdKeyDictionary()
 
 _read: ContextVar[dict[int, tuple[Tensor, "ContentKey"]] | None] = ContextVar("read", default=None)
 """The tensors read within `unchanged`, and their content keys."""
@@ -163,6 +164,19 @@ def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
     return made
 
 
+def derived_view(tensor: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """`make(tensor)`, a view of it. Where content is identity it is one tensor while `tensor` lives: caches find it.
+
+    A write to `tensor` raises the version of its views too.
+    """
+    if not _is_by_identity(tensor):
+        return make(tensor)
+    kept = cast("dict[str, Tensor]", _views.setdefault(tensor, {}))
+    if (found := kept.get(name)) is None:
+        found = kept[name] = make(tensor.detach())  # a view of `tensor` could keep it alive, and so itself
+    return found
+
+
 def digest(tensor: Tensor) -> bytes:
     """128 bits that identify the elements of a tensor, in order; 1 us for small tensors, 20 us for 1 MiB.
 
@@ -235,12 +249,17 @@ def _content(tensor: Tensor) -> Hashable:
         return digest(tensor)
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:  # several tensors inside
         return Untraceable()
-    if is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor):
+    if _is_by_identity(tensor):
         return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor)
     try:
         return digest(tensor), ClassRef(type(tensor))
     except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that wraps other tensors
         return Untraceable()
+
+
+def _is_by_identity(tensor: Tensor) -> bool:
+    """Whether content is identity and version: the elements are not there, or not on the host."""
+    return is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor)
 
 
 def _is_on_host(tensor: Tensor) -> bool:
