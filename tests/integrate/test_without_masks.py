@@ -1,11 +1,13 @@
-"""Attention that a model calls without a mask: all keys are seen, as in eager attention."""
+"""Attention that a model calls without a mask: in models of transformers all keys are seen, as in eager attention."""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import BridgeTowerConfig, BridgeTowerModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from regard.integrate.attention_function import attention
 from regard.integrate.transformers import use_regard
@@ -22,12 +24,35 @@ def both(m: Any, run: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
         return eager, run(use_regard(m))
 
 
-def test_a_module_that_says_nothing_sees_every_key():
+class OfTransformers(nn.Module):
+    """A module that says nothing of itself, as Mllama's cross-attention."""
+
+    __module__ = "transformers.models.another.modeling_another"
+
+
+class Extended(OfTransformers):
+    """A class that FSDP makes of one, or a program."""
+
+
+class OfAnother(nn.Module):
+    """Written by hand or with a checkpoint; with torch's kernel it is causal."""
+
+
+@pytest.mark.parametrize(("kind", "is_causal"), [(OfTransformers, False), (Extended, False), (OfAnother, True)])
+def test_a_module_that_says_nothing_sees_every_key_if_it_is_of_transformers(kind: type[nn.Module], is_causal: bool):
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 5)
     wide = [x.double().repeat_interleave(2, dim=1) for x in (k, v)]
-    expected = (q.double() @ wide[0].mT * 0.5).softmax(-1) @ wide[1]
-    out, _ = attention(nn.Module(), q, k, v, None, scaling=0.5)
+    scores = q.double() @ wide[0].mT * 0.5
+    hidden = torch.ones(3, 7, dtype=torch.bool).triu(1) & is_causal
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide[1]
+    out, _ = attention(kind(), q, k, v, None, scaling=0.5)
     assert torch.allclose(out.transpose(1, 2).double(), expected, atol=1e-6)
+
+
+def test_a_module_of_another_that_says_nothing_computes_what_torchs_kernel_computes():
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    theirs, _ = sdpa_attention_forward(OfAnother(), q, k, k, None, scaling=0.5)
+    assert torch.allclose(attention(OfAnother(), q, k, k, None, scaling=0.5)[0], theirs, atol=1e-6)
 
 
 def test_words_see_a_whole_image_that_is_given_without_a_mask():

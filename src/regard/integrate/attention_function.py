@@ -203,11 +203,17 @@ def _mask_of(
 def _is_causal_by_itself(module: nn.Module) -> bool:
     """Whether a module is causal where it gets no mask, though its eager attention would see all keys.
 
-    A causal model gets a mask from regard in every call. Code that passes none to a module with `is_causal` was written
-    for torch's kernel, which is causal then. Modules that mean to see all do not have the attribute, or it is False:
-    cross-attention to an image (Mllama) has none.
+    A causal model of transformers gets a mask from regard in every call. Code that passes none was written for torch's
+    kernel, which is causal then unless the module's `is_causal` is False. The classes of transformers without the
+    attribute mean to see all: cross-attention to an image (Mllama). Other code without it relies on the kernel.
     """
-    return getattr(module, "is_causal", False) and _model_type(module) not in UNMASKED_SEE_ALL
+    causal = getattr(module, "is_causal", not _is_of_transformers(module))
+    return causal and _model_type(module) not in UNMASKED_SEE_ALL
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Whether the class of a module, or one that it extends (FSDP makes such classes), is that of a model there."""
+    return any(kind.__module__.startswith("transformers.models.") for kind in type(module).__mro__)
 
 
 def _model_type(module: nn.Module) -> str | None:
