@@ -2,6 +2,8 @@
 
 import functools
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from regard import RefusalError
-from regard.calls import Call, observe_calls
+from regard import RefusalError, attend_state
+from regard.calls import observe_calls, replace_outputs, route_calls
+from regard.integrate import sinks as sinks_module
 from regard.integrate.attention_function import attention
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import VOCABULARY, close, padding, tokens
@@ -113,16 +116,40 @@ def test_a_sink_of_any_axes_is_a_column_of_the_softmax(shape: tuple[int, ...]):
     assert torch.allclose(weights.double(), expected, atol=1e-6)
 
 
-def test_dropout_leaves_the_share_of_a_sink_of_a_query():
+def test_dropout_leaves_the_share_of_a_sink_of_a_query(monkeypatch: pytest.MonkeyPatch):
     """Values of 1: the mean of many rows under dropout is the weight that the sink leaves to the keys."""
     q, k, v = torch.randn(1, 1, 4096, 8), torch.randn(1, 1, 64, 8), torch.ones(1, 1, 64, 2)
-    sinks, module, calls = torch.full((1, 1, 4096, 1), 5.0), Plain().train(), list[Call]()
+    sinks, module = torch.full((1, 1, 4096, 1), 5.0), Plain().train()
+    rates, attend = list[float](), sinks_module.attend
     without, _ = attention(module, q, k, v, None, sinks=sinks, is_causal=False)
-    with observe_calls(calls.append):
-        dropped, _ = attention(module, q, k, v, None, sinks=sinks, is_causal=False, dropout=0.5)
+    monkeypatch.setattr(sinks_module, "attend", lambda *a, **b: rates.append(b["dropout"]) or attend(*a, **b))
+    dropped, _ = attention(module, q, k, v, None, sinks=sinks, is_causal=False, dropout=0.5)
     assert abs(float(dropped.mean() / without.mean()) - 1) < 0.02
     assert dropped.std() > 1.2 * without.std()
-    assert 0.5 in [call.dropout for call in calls]
+    assert rates == [0.5]
+
+
+def seen_by(block: AbstractContextManager[Any], shape: tuple[int, ...]) -> Tensor:
+    q = torch.ones(2, 4, 7, 8)
+    with block:
+        return attention(Plain(), q, q, q, None, sinks=torch.zeros(shape), is_causal=False)[0]
+
+
+BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "observed": lambda: observe_calls(lambda call: None),
+    "replaced": lambda: replace_outputs(lambda call: 2 * call.out),
+    "routed": lambda: route_calls(lambda request: attend_state(request.q, request.k, request.v)),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_calls_with_sinks_of_queries_are_seen_by_nothing_else(kind: str):
+    """An observer would see an output without the sink, and what replaces an output would get the sink's share."""
+    block = BLOCKS[kind]()
+    with pytest.raises(RefusalError, match=r"sinks of this model are \[2, 4, 7, 1\], one per query.*one process"):
+        seen_by(block, (2, 4, 7, 1))
+    assert seen_by(BLOCKS[kind](), (4,)).shape == (2, 7, 4, 8)
+    assert seen_by(nullcontext(), (2, 4, 7, 1)).shape == (2, 7, 4, 8)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 3, 2), (1, 2, 5, 1), (7, 2, 3, 1)])
