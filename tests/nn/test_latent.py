@@ -556,6 +556,18 @@ def test_specs_can_be_assigned():
             setattr(later, name, wrong)
 
 
+@pytest.mark.parametrize("name", ["position", "mask"])
+def test_a_module_in_place_of_a_spec_is_named_where_a_spec_is_read(name: str):
+    class Own(LatentAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x)
+
+    module = Own(16, 2, **SIZES)
+    setattr(module, name, torch.nn.Identity())
+    with pytest.raises(ProblemError, match=f"^{name} is the module Identity, .* assign a spec or None to {name}"):
+        module(torch.randn(1, 7, 16))
+
+
 def of_rank(module: LatentAttention, rank: int, ranks: int, names: tuple[str, ...]) -> LatentAttention:
     """The module of a rank: these projections have its share of the heads, as `ColwiseParallel` leaves them."""
     module = copy.deepcopy(module)

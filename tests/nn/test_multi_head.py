@@ -528,6 +528,25 @@ def test_a_call_says_that_an_assigned_bias_is_of_other_heads():
         module(torch.randn(1, 7, 16))
 
 
+class WithModulesOfItsOwn(MultiHeadAttention):
+    """A subclass that calls the `forward` it extends, which can use specs alone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["position", "mask", "bias", "score"])
+def test_a_module_in_place_of_a_spec_is_named_where_a_spec_is_read(name: str):
+    module, x = WithModulesOfItsOwn(16, 2), torch.randn(1, 7, 16)
+    expected = module(x)
+    setattr(module, name, nn.Identity())
+    for call in (lambda: module(x), lambda: module(x, mask=Causal(), bias=Alibi(2))):
+        with pytest.raises(ProblemError, match=f"^{name} is the module Identity, .* assign a spec or None to {name}"):
+            call()
+    setattr(module, name, None)
+    assert torch.equal(module(x), expected)
+
+
 def test_a_wrapper_of_a_spec_module_can_be_assigned():
     """As torch assigns them, to every module of a model."""
     module, x = MultiHeadAttention(16, 2, mask=Causal(), bias=Alibi(2)), torch.randn(1, 7, 16)

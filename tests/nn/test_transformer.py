@@ -520,3 +520,9 @@ def test_a_subclass_with_its_own_forward_may_have_a_module_as_position():
         cast(Any, model).position = Rope(8)
     with pytest.raises(ProblemError, match="expected a position that is added to embeddings"):
         cast(Any, Encoder(VOCABULARY, WIDTH, 1, HEADS)).position = nn.Embedding(13, WIDTH)
+
+
+def test_a_module_as_position_is_named_where_the_forward_of_the_encoder_reads_a_spec():
+    model = WithPositionsOfItsOwn()
+    with pytest.raises(ProblemError, match=r"^position is the module Embedding, .* assign a spec or None to position"):
+        Encoder.forward(model, some_tokens(2, 7))

@@ -10,6 +10,7 @@ from regard.cache import ExpectedAttention, KVCache
 from regard.cache.store import Policy
 from regard.describe.position import Rope, has_own_rotate
 from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.spec_module import spec_of
 from regard.storage.codec import Codec
 from regard.storage.stored import Layout, Rolling
 
@@ -42,14 +43,14 @@ def caches_for(
 def _layout_with_rope(layout: Layout | None, attention: object) -> Layout | None:
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
     if isinstance(layout, Rolling) and layout.rope is None and position is not None:
-        return replace(layout, rope=position.spec)
+        return replace(layout, rope=spec_of("position", position))
     return layout
 
 
 def _policy_with_rope(evict: Policy | None, attention: object) -> Policy | None:
     """The policy with the module's rope, unless queries cannot be unrotated: by a `rotate` of its own, or by length."""
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
-    rope = None if position is None else position.spec
+    rope = spec_of("position", position)
     if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):
         return evict
     if has_own_rotate(rope) or (rope.scaling is not None and rope.scaling.looks_at_length()):

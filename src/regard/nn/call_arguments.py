@@ -12,17 +12,18 @@ from regard.describe.mask_by_rule import Prefix
 from regard.describe.position import Rope
 from regard.describe.position_table import end_of
 from regard.describe.spec import Spec
-from regard.nn.spec_module import SpecModule
+from regard.nn.spec_module import SpecModule, spec_of
 from regard.storage.stored import Rolling
 
 W = TypeVar("W", bound=Spec)
 
 
-def both(combine: Callable[[W, W], W], own: SpecModule[W] | None, value: W | None) -> W | None:
-    """The mask or bias of the module and that of the call, combined; the other one where one is None."""
-    if own is None:
-        return value
-    return own.spec if value is None else combine(own.spec, value)
+def both(name: str, combine: Callable[[W, W], W], part: SpecModule[W] | None, value: W | None) -> W | None:
+    """The mask or bias of the module, its attribute `name`, and that of the call, combined; one where one is None."""
+    own = spec_of(name, part)
+    if own is None or value is None:
+        return value if own is None else own
+    return combine(own, value)
 
 
 def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: KVCache | None) -> int | None:

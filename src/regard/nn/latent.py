@@ -31,7 +31,7 @@ from regard.nn.rollback import RollbackOnFailure
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_attributes import SpecAttributes
-from regard.nn.spec_module import SpecModule
+from regard.nn.spec_module import SpecModule, spec_of
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Latent, Rolling, StoredTensor
@@ -212,7 +212,7 @@ class LatentAttention(SinkModule, SpecAttributes):
         if self.position is not None:
             q_rope, entries = self._rotate(q_rope, entries, positions, cache)
         keys = values = entries.unsqueeze(1)
-        visible = both(and_, self.mask, mask)
+        visible = both("mask", and_, self.mask, mask)
         with RollbackOnFailure(cache):
             if cache is not None:  # a latent is both key and value
                 keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
@@ -366,7 +366,7 @@ class LatentAttention(SinkModule, SpecAttributes):
         )  # fmt: skip
 
     def _rope(self) -> Rope | RopePairs:
-        position = None if self.position is None else self.position.spec
+        position = spec_of("position", self.position)
         assert isinstance(position, Rope | RopePairs)
         return position
 

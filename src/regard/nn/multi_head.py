@@ -30,7 +30,7 @@ from regard.nn.norm import RMSNorm
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.sinks import SinkModule, make_sinks
 from regard.nn.spec_attributes import SpecAttributes
-from regard.nn.spec_module import SpecModule
+from regard.nn.spec_module import SpecModule, spec_of
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
 
@@ -180,8 +180,8 @@ class MultiHeadAttention(SinkModule, SpecAttributes):
         positions = check_positions(positions, x, rank=3)
         self._check_use(positions, context)
         check_cache(cache)
-        check_rolling(cache, None if self.position is None else self.position.spec)
-        score = None if self.score is None else self.score.spec
+        check_rolling(cache, spec_of("position", self.position))
+        score = spec_of("score", self.score)
         check_observer(cache, score=score, bias=self.bias or bias, softcap=self.softcap)
         stored = 0 if cache is None else cache.tokens_seen
         source = x if context is None else context
@@ -192,11 +192,11 @@ class MultiHeadAttention(SinkModule, SpecAttributes):
         first = positions if positions is not None else stored if context is None else 0
         first = shard.positions if shard is not None and positions is None else first
         if self.position is not None:
-            rope = cast(Rope, self.position.spec)
+            rope = cast(Rope, spec_of("position", self.position))
             tokens = length_of(rope, first, q.shape[2], k.shape[2], cache) if shard is None else shard.length
             q = rope.rotate(q, first, tokens)
             k = rope.rotate(k, first if context is None else stored, tokens)
-        visible = both(and_, self.mask, mask)
+        visible = both("mask", and_, self.mask, mask)
         with RollbackOnFailure(cache):
             if cache is not None:
                 k, v = cache.append(k, v)
@@ -205,7 +205,7 @@ class MultiHeadAttention(SinkModule, SpecAttributes):
                 out = attend(
                     q, k, v,
                     mask=visible,
-                    bias=both(add, self.bias, bias),
+                    bias=both("bias", add, self.bias, bias),
                     score=score,
                     scale=self.scale, softcap=self.softcap, sink=self.sinks,
                     dropout=self.dropout if self.training else 0.0,

@@ -26,6 +26,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.projections import check_linear
+from regard.nn.spec_module import spec_of
 
 How = Literal["mean", "first", "random"]
 """How a group of heads becomes one: the mean, the first head, or random values with the same mean and deviation."""
@@ -92,9 +93,9 @@ def _check_parts(module: MultiHeadAttention, kv_heads: int) -> None:
                 "parametrization first, as by torch.nn.utils.parametrize.remove_parametrizations or "
                 "torch.nn.utils.prune.remove."
             )
-    if module.score is not None:
+    if (score := spec_of("score", module.score)) is not None:
         try:
-            module.score.spec.bind(module.heads, kv_heads)
+            score.bind(module.heads, kv_heads)
         except ProblemError as error:
             raise ProblemError(f"the score has parts of its own for key heads, which are not shared: {error}") from None
 

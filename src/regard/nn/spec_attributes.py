@@ -12,7 +12,8 @@ class SpecAttributes(nn.Module):
     """A module whose specs can be assigned as they are given to the constructor: a spec, a `SpecModule` or None.
 
     A module that has the `spec` of a `SpecModule`, such as torch's wrappers for activation checkpointing, is one too.
-    In a subclass with a `forward` of its own, an attribute may also be any other module, which that `forward` uses.
+    In a subclass with a `forward` of its own, an attribute may also be any other module, which that `forward` uses;
+    the `forward` of this class takes specs alone (`spec_of`).
 
     >>> from regard import Alibi, Causal
     >>> from regard.nn import MultiHeadAttention

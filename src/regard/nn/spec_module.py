@@ -142,6 +142,24 @@ def _is_unchanged(parameter: nn.Parameter, tensor: Tensor) -> bool:
     return is_without_data(tensor) or parameter.data_ptr() == tensor.data_ptr()
 
 
+def spec_of(name: str, part: "SpecModule[W] | None") -> W | None:
+    """The spec of the attribute `name` of a module, which is `part`; None without one.
+
+    Raises:
+        ProblemError: a module of another kind, which a subclass with a `forward` of its own may have there.
+    """
+    if part is None:
+        return None
+    given = cast(nn.Module, part)
+    found = given.spec if isinstance(given, SpecModule) else getattr(given, "spec", None)  # a wrapper forwards it
+    if not isinstance(found, Spec):
+        raise ProblemError(
+            f"{name} is the module {type(part).__name__}, which only a forward that calls it can use, and here a spec "
+            f"is expected: assign a spec or None to {name}, and keep the module under another name."
+        )
+    return cast(W, found)
+
+
 def as_module(spec: "W | SpecModule[W] | None") -> "SpecModule[W] | None":
     """The spec as a module; a module or None unchanged.
 

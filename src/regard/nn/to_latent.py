@@ -27,6 +27,7 @@ from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.projections import check_linear, is_trained
 from regard.nn.rope_pairs import RopePairs
+from regard.nn.spec_module import spec_of
 from regard.plan.checks import is_finite
 
 
@@ -156,7 +157,7 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
     for name, part in unsupported.items():
         if part is not None:
             raise ProblemError(f"the module has {name}=, which latent attention does not support.")
-    rope = None if module.position is None else cast(Rope, module.position.spec)
+    rope = cast("Rope | None", spec_of("position", module.position))
     if rope is not None and has_own_rotate(rope):
         raise ProblemError(f"position={rope!r} has a rotate of its own: latent attention rotates pairs of a Rope.")
     check_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")

@@ -18,6 +18,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.nn.checks import check_input
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.projections import has_other_forward, is_trained, why_not_linear
+from regard.nn.spec_module import spec_of
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -213,9 +214,9 @@ def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
     if _has_bias(m.q_proj) != _has_bias(m.o_proj):
         yield "qkv_bias and out_bias differ: it has both biases or neither"
     for name in ("position", "mask", "bias", "score"):
-        if (part := getattr(m, name)) is not None:
+        if (spec := spec_of(name, getattr(m, name))) is not None:
             more = "; pass a mask to its forward instead" if name == "mask" else ""
-            yield f"{name}={part.spec!r}: it has none{more}"
+            yield f"{name}={spec!r}: it has none{more}"
     if m.scale is not None and m.scale != m.head_dim**-0.5:
         yield f"scale={m.scale}: it scales by head_dim ** -0.5 = {m.head_dim**-0.5:g}"
     if m.softcap is not None:

@@ -30,7 +30,7 @@ from regard.nn.norm import RMSNorm
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.shared_tensors import Shared, SharesTensors
 from regard.nn.spec_attributes import SpecAttributes
-from regard.nn.spec_module import SpecModule, as_module
+from regard.nn.spec_module import SpecModule, as_module, spec_of
 from regard.nn.token_positions import token_positions
 from regard.soft_dict import COLDEST
 from regard.storage.codec import Codec
@@ -190,10 +190,10 @@ class Encoder(SharesTensors, SpecAttributes):
         if caches is not None:
             _check_caches(caches, len(self.blocks))
         x = self._embedded(tokens) * self.d_model**0.5
-        if self.position is not None:
+        if (position := spec_of("position", self.position)) is not None:
             shard = token_positions()
             first = caches[0].own.tokens_seen if caches else None
-            x = self.position.spec.add(x, first if shard is None else shard.positions)
+            x = position.add(x, first if shard is None else shard.positions)
         with RollbackOnFailure(*(cache for pair in caches or () for cache in pair)):
             for block, pair in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, context, mask=mask, context_mask=context_mask, caches=pair)
