@@ -9,11 +9,11 @@ import pytest
 
 from regard.cost import Storage, call_cost, cost, find_model, parameters
 from regard.cost.fields import from_fields
-from regard.cost.fit import USABLE
+from regard.cost.fit import USABLE, largest_batch, largest_context, weight_bytes
 from regard.cost.model import Latent, Model
 from regard.cost.model_cost import with_kv_heads, with_latent, with_window
 from regard.cost.published import model_names
-from regard.cost.storage import cache_bytes, stored_bytes, token_bytes
+from regard.cost.storage import cache_bytes, state_bytes, stored_bytes, token_bytes
 from regard.cost.traffic import naive_elements, tiled_elements
 from regard.cost.training import layer_bytes, training_memory
 from regard.cost.work import forward, prompt_call, step_call, training_step
@@ -250,6 +250,30 @@ def test_types_have_short_names_and_those_of_torch(name):
     for call in (cache_bytes, training_memory):
         with pytest.raises(ProblemError, match=r"unknown dtype 'bf61'\. Near: bf16"):
             call(model, 100, dtype="bf61")
+
+
+OF_A_TYPE = {
+    "weights": weight_bytes,
+    "states": lambda model, dtype: state_bytes(model, dtype=dtype),
+    "a token": lambda model, dtype: token_bytes(model, dtype=dtype),
+    "a token of a cache of codes": lambda model, dtype: token_bytes(model, Storage("int8"), dtype=dtype),
+    "the largest context": lambda model, dtype: largest_context(model, 80 * GIB, dtype=dtype),
+    "the largest batch": lambda model, dtype: largest_batch(model, 80 * GIB, context=1000, dtype=dtype),
+    "a prompt": lambda model, dtype: forward(model, prompt_call(1000, dtype=dtype)).total,
+    "a step": lambda model, dtype: forward(model, step_call(1000, dtype=dtype)).total,
+    "a step of training": lambda model, dtype: training_step(model, 1000, dtype=dtype).total,
+}
+
+
+@pytest.mark.parametrize("kind", OF_A_TYPE)
+def test_every_function_of_a_type_takes_its_names(kind):
+    count = OF_A_TYPE[kind]
+    for model in (tiny(), find_model("gemma-2-9b"), find_model("gpt2")):
+        for names in (("bf16", "torch.bfloat16", "bfloat16"), ("fp32", "torch.float32", "float32")):
+            short, torchs, long = (count(model, name) for name in names)
+            assert short == torchs == long
+        with pytest.raises(ProblemError, match=r"unknown dtype 'bf61'\. Near: bf16"):
+            count(model, "bf61")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])

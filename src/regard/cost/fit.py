@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from regard.cost.model import Model
 from regard.cost.parameter_count import parameters
-from regard.cost.storage import ITEMS, Storage, cache_bytes
+from regard.cost.storage import Storage, cache_bytes, item_bytes
 from regard.cost.work import Parts, forward, prompt_call
 
 USABLE = 0.9
@@ -16,7 +16,7 @@ MOST = 1 << 40
 
 def weight_bytes(model: Model, dtype: str = "bfloat16") -> int:
     """Bytes of all parameters."""
-    return parameters(model).total * ITEMS[dtype]
+    return parameters(model).total * item_bytes(dtype)
 
 
 def largest_context(

@@ -13,7 +13,7 @@ from regard.cost.model import Latent, Layer, Model
 from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
 from regard.cost.published import load_model
-from regard.cost.storage import ITEMS, Storage, cache_bytes, check_count, state_bytes, token_bytes, type_name
+from regard.cost.storage import Storage, cache_bytes, check_count, item_bytes, state_bytes, token_bytes, type_name
 from regard.cost.storage_names import DENSE
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory
@@ -103,7 +103,7 @@ class ModelCost:
         if self.machine is None:
             return None
         fast = self.machine.fast_memory
-        source, item = self.model.source_length(self.context), ITEMS[self.dtype]
+        source, item = self.model.source_length(self.context), item_bytes(self.dtype)
         each = [
             attention_traffic(
                 a,

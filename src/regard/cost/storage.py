@@ -106,6 +106,18 @@ def type_name(dtype: object) -> str:
     return name
 
 
+def item_bytes(dtype: object) -> int:
+    """Bytes of an element of a type, which `type_name` reads.
+
+    Raises:
+        ProblemError: the name is not known.
+
+    >>> item_bytes("bf16")
+    2
+    """
+    return ITEMS[type_name(dtype)]
+
+
 def check_count(owner: object, name: str, least: int | None) -> None:
     """Replace the field of a frozen dataclass by the same number as a Python int.
 
@@ -140,7 +152,7 @@ def stored_bytes(a: Attention, context: int, storage: Storage, item: int, *, is_
     tokens, storage = bytes_of_tokens(a, context, storage, item, is_plain=is_plain), storage_of(a, storage)
     if not tokens or storage.page is None:
         return tokens
-    return tokens + -context % storage.page * a.cached * (item if storage.is_coded else ITEMS[storage.kind])
+    return tokens + -context % storage.page * a.cached * (item if storage.is_coded else item_bytes(storage.kind))
 
 
 def bytes_of_tokens(a: Attention, context: int, storage: Storage, item: int, *, is_plain: bool = False) -> int:
@@ -151,7 +163,7 @@ def bytes_of_tokens(a: Attention, context: int, storage: Storage, item: int, *, 
         return context * a.cached * item
     tokens, storage = a.pattern.stored(context), storage_of(a, storage)
     if is_plain or not storage.is_coded:
-        return tokens * a.cached * (item if is_plain else ITEMS[storage.kind])
+        return tokens * a.cached * (item if is_plain else item_bytes(storage.kind))
     plain, coded = split_tokens(tokens, storage)
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
     codes = sum(coded_bytes(coded, dim, storage, is_key=is_key) for dim, is_key in dims)
@@ -198,7 +210,7 @@ def cache_bytes(
     """
     dtype = type_name(dtype)
     storage = storage or Storage(dtype)
-    item, source = ITEMS[dtype], model.source_length(context)
+    item, source = item_bytes(dtype), model.source_length(context)
     each = (
         stored_bytes(a, source if a.is_cross else context, storage, item, is_plain=stays_plain(model, a))
         for layer in model.layers
@@ -214,8 +226,8 @@ def state_bytes(model: Model, *, batch: int = 1, dtype: str = "bfloat16") -> int
     >>> state_bytes(find_model("llama-2-70b"))
     0
     """
-    layers = (layer.recurrent for layer in model.layers if layer.recurrent)
-    return batch * sum(layer.bytes(ITEMS[dtype]) for layer in layers)
+    item, layers = item_bytes(dtype), (layer.recurrent for layer in model.layers if layer.recurrent)
+    return batch * sum(layer.bytes(item) for layer in layers)
 
 
 def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bfloat16") -> int:
@@ -225,15 +237,15 @@ def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bflo
     >>> token_bytes(find_model("deepseek-v3")), token_bytes(find_model("gpt3"))
     (70272, 4718592)
     """
-    storage = storage or Storage(dtype)
+    item, storage = item_bytes(dtype), storage or Storage(type_name(dtype))
     growing = [a for x in model.layers for a in x.attentions if a.pattern.causal and not a.shares_cache]
-    return sum(a.cached * ITEMS[dtype] if stays_plain(model, a) else _stored_token(a, storage) for a in growing)
+    return sum(a.cached * item if stays_plain(model, a) else _stored_token(a, storage) for a in growing)
 
 
 def _stored_token(a: Attention, storage: Storage) -> int:
     storage = storage_of(a, storage)
     if not storage.is_coded:
-        return a.cached * ITEMS[storage.kind]
+        return a.cached * item_bytes(storage.kind)
     dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
     group = sum(coded_bytes(storage.group, dim, storage, is_key=is_key) for dim, is_key in dims)
     return group * (1 if a.latent else a.kv_heads) // storage.group

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import parameters
-from regard.cost.storage import ITEMS, type_name
+from regard.cost.storage import item_bytes
 
 STATES = 16
 """Bytes for each parameter in mixed precision with Adam: weight, gradient in 2 bytes; weight, mean, variance in 4.
@@ -46,7 +46,7 @@ def training_memory(
     >>> round(m.activations / 2**30), round(m.recomputed / 2**30)
     (73, 6)
     """
-    item, tokens, source = ITEMS[type_name(dtype)], batch * context, model.source_length(context)
+    item, tokens, source = item_bytes(dtype), batch * context, model.source_length(context)
     layers = [*((x, context) for x in model.layers), *((x, source) for x in model.encoder)]
     flat = [layer_bytes(x, model.d_model, item, dropout=dropout) * batch * n for x, n in layers]
     squares = [

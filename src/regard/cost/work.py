@@ -10,7 +10,7 @@ from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import attention_weights, mlp_weights
 from regard.cost.products import attention_flops, attention_gradient_flops, latent_flops
 from regard.cost.recurrent import Recurrent
-from regard.cost.storage import ITEMS, Storage, bytes_of_tokens, stays_plain
+from regard.cost.storage import Storage, bytes_of_tokens, item_bytes, stays_plain
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Call:
     @property
     def item(self) -> int:
         """Bytes of an element."""
-        return ITEMS[self.dtype]
+        return item_bytes(self.dtype)
 
 
 def prompt_call(context: int, *, batch: int = 1, dtype: str = "bfloat16", storage: Storage | None = None) -> Call:

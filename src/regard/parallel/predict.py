@@ -24,7 +24,7 @@ from regard.cost.machine import Machine
 from regard.cost.model import Attention
 from regard.cost.model_cost import ModelCost
 from regard.cost.products import attention_flops
-from regard.cost.storage import ITEMS
+from regard.cost.storage import item_bytes
 from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout, even_parts
@@ -114,7 +114,7 @@ def layout_of(name: str, c: ModelCost, ranks: int) -> Layout:
 
 def block_bytes(a: Attention, tokens: int, c: ModelCost) -> int:
     """Bytes of the keys and values of some tokens, of all rows; latents travel expanded."""
-    return c.batch * tokens * a.kv_heads * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+    return c.batch * tokens * a.kv_heads * (a.qk_dim + a.v_dim) * item_bytes(c.dtype)
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Lay
     for a, layers in kinds.items():
         steps = ring_steps(tables[a.pattern], layout.counts)
         flops = a.calls * attention_flops(1, a.qk_dim, a.v_dim) * c.batch * a.heads * steps.pairs
-        rows = c.batch * a.heads * counts * (a.qk_dim + a.calls * a.v_dim) * ITEMS[c.dtype]
+        rows = c.batch * a.heads * counts * (a.qk_dim + a.calls * a.v_dim) * item_bytes(c.dtype)
         moved = rows * (steps.read > 0) + steps.read * a.calls * block_bytes(a, 1, c)
         compute = np.maximum(flops / machine.peak(c.dtype), moved / machine.bandwidth)
         sending = steps.sent * a.calls * block_bytes(a, 1, c)
@@ -160,7 +160,7 @@ def exchanged(a: Attention, counts: Sequence[int], c: ModelCost) -> Exchange:
     Args:
         counts: tokens of each rank.
     """
-    ranks, item = len(counts), ITEMS[c.dtype]
+    ranks, item = len(counts), item_bytes(c.dtype)
     heads = even_parts(a.heads, ranks)
     kv = [kv_heads_of(each, a) for each in heads]
     sizes = [len(h) * a.qk_dim + len(k) * (a.qk_dim + a.v_dim) for h, k in zip(heads, kv, strict=True)]
@@ -190,7 +190,7 @@ def _ulysses(c: ModelCost, machine: Machine, kinds: Counter[Attention], ranks: i
         pairs = a.pattern.pairs(queries=c.context, keys=c.context)
         flops = a.calls * attention_flops(c.batch * len(heads) * pairs, a.qk_dim, a.v_dim)
         rows = len(heads) * (a.qk_dim + a.calls * a.v_dim) + len(kv_heads_of(heads, a)) * (a.qk_dim + a.v_dim)
-        moved = c.batch * c.context * rows * ITEMS[c.dtype]
+        moved = c.batch * c.context * rows * item_bytes(c.dtype)
         sending = exchanged(a, counts, c)
         computing += layers * machine.seconds(flops, moved, c.dtype)
         seconds += layers * sum(max(each) for each in sending) / link.bandwidth
