@@ -162,20 +162,16 @@ def effort(rounds: int | None) -> "Effort":
 
 def table(result: "Result") -> str:
     """The result in a few lines."""
-    r = result
+    r, work = result, f"{result.rate / 1e9:,.0f} GFLOP/s of {result.pairs:,} pairs"
     lines = [
         r.name,
-        f"  regard  {call_duration(r.seconds)}  {_rate(r)}, {_backend(r.backend)}",
+        f"  regard  {call_duration(r.seconds)}  {work}, {_backend(r.backend)}",
         f"  torch   {_torch(r)}",
         f"  limit   {_limit(r)}",
         f"  medians of {r.rounds} interleaved rounds on {r.threads} thread{'s' * (r.threads > 1)}; "
         "the ratio is the median of those within a round" + (", ended early" if r.interrupted else ""),
     ]
     return "\n".join(lines)
-
-
-def _rate(r: "Result") -> str:
-    return f"{r.rate / 1e9:,.0f} GFLOP/s of {r.pairs:,} pairs"
 
 
 def _backend(name: str) -> str:
