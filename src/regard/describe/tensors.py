@@ -108,7 +108,8 @@ def beside(table: Tensor, x: Any) -> Tensor:
 
     A table that is a DTensor already stays as it is; of any other, every rank has the whole.
     """
-    if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":  # as torch imports their class late
+    is_dtensor, is_placed = (type(t).__name__ == "DTensor" for t in (x, table))  # torch imports their class late
+    if not is_dtensor or is_placed:
         return table
     return type(x).from_local(table, x.device_mesh)
 
