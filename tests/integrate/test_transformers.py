@@ -644,7 +644,7 @@ def test_a_keyword_that_eager_drops_is_dropped():
 
 
 class Plain(nn.Module):
-    """An attention module that says nothing of itself, as Mllama's cross-attention."""
+    """An attention module that says nothing of itself."""
 
 
 class CausalPlain(Plain):
