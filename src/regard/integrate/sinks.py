@@ -50,8 +50,8 @@ def _check_seen_by_none(sink: Tensor) -> None:
     raise RefusalError(
         f"the sinks of this model are {list(sink.shape)}, one per query: its calls cannot be observed (observe_calls, "
         "regard.inspect), have their outputs replaced (replace_outputs), or be sharded over ranks (context_parallel), "
-        "as a call has one sink per head. Run the model outside of these blocks and in one process, or use "
-        'attn_implementation="eager" for it.'
+        "as a call has one sink per head. Run the model outside of these blocks and in one process; its weights are "
+        "those of output_attentions=True."
     )
 
 
