@@ -22,6 +22,7 @@ from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool,
 from regard.cache.evict import Eviction
 from regard.cache.page_memory import PlainPageMemory
 from regard.cache.pages import Page, PageAllocator
+from regard.cache.quantised import QuantisedStore
 from regard.cache.sequence import Sequence
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
@@ -36,6 +37,7 @@ OPTIONS: dict[str, tuple[Layout, Codec | torch.dtype | None, Eviction | None]] =
     "rolling": (Rolling(24, 4), None, None),
     "rolling, rotated": (Rolling(24, 4, Rope(DIM)), torch.bfloat16, None),
     "rolling int8": (Rolling(40, 4, Rope(DIM)), Int8(16, 16), None),
+    "rolling int8, short": (Rolling(24, 4, Rope(DIM)), Int8(16, 32), None),  # less than the residual and a group
     "paged": (Paged(16), None, None),
     "paged int8": (Paged(16), Int8(16, 16, 16), None),
     "latent int8": (Latent(8), Int8(16, 16), None),
@@ -168,6 +170,36 @@ class Interrupt:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("rolling int8, short", [19] * 8), ("rolling int8, short", [100, 100]), ("int8", [19] * 4)],
+    ids=["evicts plain tokens", "evicts codes", "evicts nothing"],
+)
+@pytest.mark.parametrize("new", [1, 19, 70, 100])
+def test_an_append_that_is_interrupted_after_it_wrote_leaves_all_to_be_cropped(
+    name: str, stored: list[int], new: int, monkeypatch: pytest.MonkeyPatch
+):
+    text, never_failed = Text(name), Text(name)
+    for count in stored:
+        for each in (text, never_failed):
+            each.append(count)
+            each.calls += 1
+
+    def interrupted(self: QuantisedStore) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(QuantisedStore, "cached", interrupted)
+        text.append(new)
+    assert same(text.stored(), never_failed.stored())
+    for each in (text, never_failed):
+        each.cache.crop(each.cache.min_crop or sum(stored[:-1]))
+    assert same(text.stored(), never_failed.stored())
+    for each in (text, never_failed):
+        each.append(1)
+    assert same(text.stored(), never_failed.stored())
 
 
 IN_PAGES = [name for name, (layout, _, _) in OPTIONS.items() if isinstance(layout, Paged)]
