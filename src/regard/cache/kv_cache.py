@@ -405,6 +405,7 @@ class KVCache:
         assert self._policy_state is not None
         if store.tokens <= self.evict.budget:
             return
+        self._usable_store()
         state = copy.copy(self._policy_state)
         index = state.choose(store, coming)
         if index is None:

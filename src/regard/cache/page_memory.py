@@ -76,12 +76,12 @@ class PageMemory:
             new[: len(old)] = old
         self.tensors = larger
 
-    def shrink(self, kept: list[int], pages: int) -> None:
-        """Have memory for `pages` pages; the first of them are the pages `kept`."""
+    def shrunk(self, kept: list[int], pages: int) -> list[Tensor]:
+        """Tensors for `pages` pages, of which the first are the pages `kept`; nothing is changed."""
         smaller = [_allocate(pages, t.shape[1:], t.dtype, t.device) for t in self.tensors]
         for new, old in zip(smaller, self.tensors, strict=True):
             new[: len(kept)] = old[torch.tensor(kept, dtype=torch.int64, device=old.device)]
-        self.tensors = smaller
+        return smaller
 
     def copy(self, source: list[int], target: list[int]) -> None:
         """Copy pages `source` to pages `target`."""

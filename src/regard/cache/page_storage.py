@@ -146,10 +146,16 @@ class PageStorage:
             count = max(with_spare(pages.used), -(-MIN_TOKENS // self.page))
             if memory is None or memory.pages < 2 * count:
                 continue
-            memory.shrink([page.index for page in pages.in_use], count)
-            pages.shrink(count)
-            for table in self.tables:  # pages have new indices
+            for table in self.tables:  # pages will have new indices
                 table.batch = None
+            tensors = memory.shrunk([page.index for page in pages.in_use], count)
+            try:
+                memory.tensors = tensors
+                pages.shrink(count)
+            except BaseException:  # Ctrl-C: the indices must be those of the new tensors
+                memory.tensors = tensors
+                pages.shrink(count)
+                raise
 
     def page_bytes(self, plain: int, coded: int) -> int:
         """Bytes of this many plain and coded pages."""

@@ -18,14 +18,18 @@ from regard.cache.page_storage import PageStorage
 from regard.cache.pages import Page
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence, crop_sequences
-from regard.cache.store import CachedTensor, Form, check_has_data, token_scales_error
+from regard.cache.store import CachedTensor, Form, check_has_data, replacement, token_scales_error
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Paged, Part, StoredTensor
 
 
 class PagedStore:
-    """Rows of a batch as sequences of a pool. Returned handles are valid until the pool is written to again."""
+    """Rows of a batch as sequences of a pool. Returned handles are valid until the pool is written to again.
+
+    A crop or an eviction changes the sequences themselves, which the store that it replaces has as well. Where Ctrl-C
+    comes before the replacement, that store sees by their number of tokens that they are not its own any more.
+    """
 
     def __init__(self, layout: Paged, codec: Codec | torch.dtype | None, form: Form) -> None:
         self.form, self._is_shared = form, layout.pool is not None
@@ -33,11 +37,7 @@ class PagedStore:
         if not form.batch:
             raise ProblemError("a paged cache for a batch of 0 rows: expected one row or more.")
         self.sequences = [self.pool.sequence() for _ in range(form.batch)]
-        self.tokens_seen = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences[0].tokens
+        self.tokens = self.tokens_seen = 0
 
     @property
     def min_crop(self) -> int:
@@ -57,25 +57,27 @@ class PagedStore:
         return self.pool.storage.page_bytes(len(plain), len(coded)) if plain or coded else 0
 
     def check_usable(self) -> None:
-        """Raise `ProblemError` if the pages were freed, because Ctrl-C interrupted an eviction or a crop."""
-        if self.sequences[0].is_freed:
+        """Raise `ProblemError` if the pages were freed or changed, because Ctrl-C interrupted an eviction or a crop."""
+        if self.sequences[0].is_freed or self.sequences[0].tokens != self.tokens:
             raise ProblemError("an eviction or a crop was interrupted, and the tokens are lost: call reset().")
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         assert v is not None
         self.check_usable()
-        stored, self.tokens_seen = self.pool.write(self.sequences, k, v), self.tokens_seen + k.shape[2]
+        tokens, seen = self.tokens + k.shape[2], self.tokens_seen + k.shape[2]
+        stored, self.tokens, self.tokens_seen = self.pool.write(self.sequences, k, v), tokens, seen
         return stored
 
     def crop(self, tokens: int) -> None:
-        crop_sequences(self.sequences, self.tokens - (self.tokens_seen - tokens))
-        self.tokens_seen = tokens
+        left = self.tokens - (self.tokens_seen - tokens)
+        crop_sequences(self.sequences, left)
+        self.tokens, self.tokens_seen = left, tokens
 
     def reset(self) -> None:
         for sequence in self.sequences:
             sequence.free()
         self.sequences = [self.pool.sequence() for _ in range(self.form.batch)]
-        self.tokens_seen = 0
+        self.tokens = self.tokens_seen = 0
 
     def select(self, rows: Tensor) -> None:
         check_has_data(rows, "select of pages")
@@ -84,6 +86,7 @@ class PagedStore:
 
     def keep(self, index: Tensor) -> None:
         keep_tokens(self.pool.storage, self.sequences, index)
+        self.tokens = index.shape[2]
 
     def shrink(self) -> None:
         """Free memory that has become empty, unless other caches use the pool as well."""
@@ -140,13 +143,7 @@ class PagedStore:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedStore":
         """Forks of its rows, in the same pool; a page is copied when one of the two writes to it."""
-        other = object.__new__(PagedStore)
-        other.form, other._is_shared, other.pool, other.tokens_seen = (
-            self.form,
-            self._is_shared,
-            self.pool,
-            self.tokens_seen,
-        )
+        other = replacement(self)
         other.sequences = [sequence.fork() for sequence in self.sequences]
         return other
 
@@ -215,12 +212,12 @@ def keep_tokens(storage: PageStorage, sequences: list[Sequence], index: Tensor) 
     storage.reserve(storage.plain.used - freed[0] + wanted[0], storage.coded.used - freed[1] + wanted[1])
     places = [*range(front), *range(sinks * storage.page, sinks * storage.page + kept - tail_start)]
     at = storage.index_tensor(places).expand(*index.shape[:2], len(places))
-    for s in sequences:
-        s.release_pages(0)  # which it lists until all is written
-    new_plain = [[storage.plain.allocate() for _ in range(sinks + tail)] for _ in sequences]
-    new_coded = [[storage.coded.allocate() for _ in range(coded)] for _ in sequences]
     is_writing = False
     try:
+        for s in sequences:
+            s.release_pages(0)  # which it lists until all is written
+        new_plain = [[storage.plain.allocate() for _ in range(sinks + tail)] for _ in sequences]
+        new_coded = [[storage.coded.allocate() for _ in range(coded)] for _ in sequences]
         slots = _slots(storage, _table(storage, new_plain), at)
         codes_at = None
         if coded and storage.coded_memory is not None:
@@ -229,16 +226,16 @@ def keep_tokens(storage: PageStorage, sequences: list[Sequence], index: Tensor) 
         storage.plain_memory.write(slots, elements)  # the last that can lack memory, before it writes
         if codes_at is not None and storage.coded_memory is not None:
             storage.coded_memory.write_tokens(codes_at, encoded)
+        for s, s.plain, s.coded in zip(sequences, new_plain, new_coded, strict=True):
+            s.tokens, s.batch, s.indexed, s.node = kept, None, 0, storage.root
+            s.segments = None if storage.codec is None else (front, tail_start - front)
+            s.ids.clear()
     except BaseException as error:
         storage.count_references()  # the sequences still have their former pages
-        if is_writing and not isinstance(error, Exception):  # Ctrl-C: some pages were written to
+        if is_writing and not isinstance(error, Exception):  # Ctrl-C: pages were written to, or given to sequences
             for s in sequences:
                 s.free()
         raise
-    for s, s.plain, s.coded in zip(sequences, new_plain, new_coded, strict=True):
-        s.tokens, s.batch, s.indexed, s.node = kept, None, 0, storage.root
-        s.segments = None if storage.codec is None else (front, tail_start - front)
-        s.ids.clear()
 
 
 def _kept_front(sequences: list[Sequence], index: Tensor) -> int:

@@ -136,7 +136,10 @@ class PageAllocator:
         return [page for page in self.pages if page.references]
 
     def shrink(self, count: int) -> None:
-        """Have `count` pages: those in use come first, the content of the free ones is invalidated."""
+        """Have `count` pages: those in use come first, the content of the free ones is invalidated.
+
+        Where it was interrupted, a second call does the rest.
+        """
         for page in self.free:
             page.invalidate()
         self.pages = self.in_use

@@ -98,6 +98,8 @@ class QuantisedStore:
         self.tokens_seen = self._sinks = self._begin = self._end = 0
         self._ranges: tuple[SlotRange, ...] = ()
         self._coded = 0  # tokens in all ranges
+        self._first_slot = 0
+        """The slot that the next group is written to while there are no ranges."""
         self._before: _Snapshot | None = None
         self._are_parts_valid = True
         if layout.capacity is not None:
@@ -140,7 +142,7 @@ class QuantisedStore:
                 encoded.append(m.codes.encode(m.oldest(self._begin, self._end, x, sinks, count)))
         over = max(count - left, 0)  # new tokens that are encoded at once
         moves = self._end + rest - over > self._tail_capacity
-        tails = [m.tail.narrow(2, self._begin, left).clone() for m in self._memories] if moves else []
+        tails = [m.tail.clone() for m in self._memories] if moves else []
         before = self._state()
         try:
             if count:
@@ -200,13 +202,13 @@ class QuantisedStore:
         return codes, self.tokens_seen, self._sinks, self._begin, self._end, self._ranges, self._coded, self._before
 
     def _undo(self, state: tuple[Any, ...], tails: list[Tensor]) -> None:
-        """The state before an append. Where that wrote over the tails, it is unknown what was before them."""
-        codes, self.tokens_seen, self._sinks, self._begin, self._end, self._ranges, self._coded, before = state
-        self._before, self._are_parts_valid = None if tails else before, False
+        """The state before an append; `tails` are copies of the memory of the tails, if that was written over."""
+        codes, self.tokens_seen, self._sinks, self._begin, self._end, self._ranges, self._coded, self._before = state
+        self._are_parts_valid = False
         for m, (tensors, capacity) in zip(self._memories, codes, strict=True):
             m.codes.tensors, m.codes.capacity = tensors, capacity
         for m, tail in zip(self._memories, tails, strict=False):
-            m.tail.narrow(2, self._begin, tail.shape[2]).copy_(tail)
+            m.tail.copy_(tail)
 
     def reset(self) -> None:
         self.tokens_seen = self._sinks = self._begin = self._end = self._coded = 0
@@ -324,7 +326,7 @@ class QuantisedStore:
 
     def _next_slot(self) -> int:
         """The slot that the next group is written to."""
-        return self._round_up(self._ranges[-1].end) if self._ranges else 0
+        return self._round_up(self._ranges[-1].end) if self._ranges else self._first_slot
 
     def _new_sinks(self, new: int) -> int:
         """How many of the new tokens are sinks."""
@@ -333,10 +335,10 @@ class QuantisedStore:
         return min(new, self._sink_capacity - self._sinks)
 
     def _move_to_front(self, tails: list[Tensor]) -> None:
-        """Write copies of the tails to the front of their memory: once in residual + group steps."""
+        """Write the tails to the front of their memory, from copies of it: once in residual + group steps."""
         left = self._end - self._begin
         for m, tail in zip(self._memories, tails, strict=True):
-            m.tail.narrow(2, 0, left).copy_(tail)
+            m.tail.narrow(2, 0, left).copy_(tail.narrow(2, self._begin, left))
         self._begin, self._end = 0, left
 
     def _write_codes(self, encoded: list[Codes], count: int) -> None:
@@ -354,7 +356,7 @@ class QuantisedStore:
     def _grow_codes(self, count: int) -> None:
         """Have memory for `count` more slots; slots of evicted tokens are used again."""
         capacity, end = self._memories[0].codes.capacity, self._next_slot()
-        begin = self._ranges[0].slot // self.codec.group * self.codec.group if self._ranges else 0
+        begin = self._ranges[0].slot // self.codec.group * self.codec.group if self._ranges else end
         wanted, known = end - begin + count, self._code_capacity
         is_too_large = known is not None and wanted <= known < capacity
         if end + count <= capacity and not is_too_large:
@@ -364,6 +366,7 @@ class QuantisedStore:
         for m, tensors in zip(self._memories, moved, strict=True):
             m.codes.tensors, m.codes.capacity = tensors, grown
         self._ranges = tuple(SlotRange(slot - begin, tokens) for slot, tokens in self._ranges)
+        self._first_slot = 0
 
 
 def _count(ranges: tuple[SlotRange, ...]) -> int:

@@ -275,6 +275,7 @@ class RollingCodes(QuantisedStore):
         coded = min(count, self._coded)
         try:
             if coded:
+                self._first_slot = self._next_slot()  # behind the evicted codes: the append must not write over them
                 self._ranges, self._coded = without_first(self._ranges, coded), self._coded - coded
                 self._are_parts_valid = False
             self._begin += count - coded

@@ -1,8 +1,6 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -180,28 +178,14 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         for s in sequences:
             del s.ids[tokens:]
         return
-    if sequences[0].segments is not None:
-        with _freed_by_interrupts(sequences):
+    crop = _affordable(sequences, tokens) if sequences[0].segments is None else None
+    try:
+        if crop is not None:
+            _crop_pages(sequences, tokens, crop)
+        else:
             for s in sequences:
                 _crop_segments(s, tokens)
-        return
-    storage = sequences[0].storage
-    cut = max(_first_cut(s, tokens) for s in sequences)
-    crop = _planned(sequences, tokens, max(_first_restored(s, tokens) for s in sequences))
-    if crop.first < cut and not storage.has_free(crop.more):
-        crop = _planned(sequences, tokens, cut)  # whole pages stay codes
-    storage.check_free(crop.more, crop.new)
-    storage.reserve(storage.plain.used + crop.new_plain, storage.coded.used)
-    with _freed_by_interrupts(sequences):
-        _crop_pages(sequences, tokens, crop)
-
-
-@contextmanager
-def _freed_by_interrupts(sequences: list[Sequence]) -> Generator[None]:
-    """Free the sequences if Ctrl-C comes while their pages change: what is left of them is not what they say."""
-    try:
-        yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # what is left of the pages is not what the sequences say
         for s in sequences:
             s.free()
         sequences[0].storage.count_references()
@@ -226,6 +210,17 @@ class _Crop(NamedTuple):
     new: int
     more: int
     new_plain: int
+
+
+def _affordable(sequences: list[Sequence], tokens: int) -> _Crop:
+    """The crop for which the pool has pages, with memory for them."""
+    storage, cut = sequences[0].storage, max(_first_cut(s, tokens) for s in sequences)
+    crop = _planned(sequences, tokens, max(_first_restored(s, tokens) for s in sequences))
+    if crop.first < cut and not storage.has_free(crop.more):
+        crop = _planned(sequences, tokens, cut)  # whole pages stay codes
+    storage.check_free(crop.more, crop.new)
+    storage.reserve(storage.plain.used + crop.new_plain, storage.coded.used)
+    return crop
 
 
 def _planned(sequences: list[Sequence], tokens: int, first: int) -> _Crop:
