@@ -10,6 +10,7 @@ from regard import ProblemError
 from regard.attention import attend
 from regard.calls import Call, observe_calls
 from regard.integrate import attention_function as ours
+from regard.integrate import sinks
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
 from regard.integrate.layer_call import run_layer
@@ -86,7 +87,7 @@ def read_as(m: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[type]:
         return out
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(ours, "attend", spied)
+        patch.setattr(sinks, "attend", spied)
         patch.setattr(ours, "run_layer", spied_layer)
         m(prompt(2, 37), **with_cache(cache))
     return found

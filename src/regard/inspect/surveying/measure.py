@@ -248,12 +248,15 @@ def _embeddings(model: Any) -> int:
 
 
 def _checking_ids(model: Any, run: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`run`, with a `ProblemError` in place of an `IndexError` for token ids that have no embedding."""
+    """`run`, with an error that names the text for token ids that have no embedding.
+
+    torch raises an `IndexError` for them, and regard's own models a `ProblemError`.
+    """
 
     def checked(ids: Tensor) -> Any:
         try:
             return run(ids)
-        except IndexError as error:
+        except (IndexError, ProblemError) as error:
             embeddings = _embeddings(model)
             without = ids[(ids < 0) | (ids >= embeddings)].tolist()
             if not embeddings or not without:
