@@ -143,9 +143,9 @@ struct Decode {
         if (lists(v, lanes)) v.list(room.values, value_lines, DecodeValues<K>::in_order(c.v_dim, lanes.count));
     }
 
-    // Whether a block ahead is asked for. One row of queries takes less time without (0.73 to 0.82 from the third
-    // level, 0.98 from memory; Intel, 2 MiB) where that drives out the block that is read; two rows take longer from
-    // memory (1.07), and four everywhere (1.2).
+    // Whether the next block is prefetched. With one row of queries it is not where that would evict the block that is
+    // read from the second level cache: 0.73 to 0.82 of the time with data in the third level, 0.98 from memory (Intel,
+    // 2 MiB). With two rows no prefetch takes 1.07 of the time from memory, with four 1.2.
     static bool lists(const Source<K> &tokens, const Lanes &lanes) { return lanes.count > 1 || !tokens.crowds(); }
 
     // ---- whole spans -----------------------------------------------------------------------------------------------

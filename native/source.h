@@ -144,8 +144,8 @@ struct Source {
         }
     }
 
-    // Whether a block of these rows takes a quarter or more of the second cache's lines that such rows can be in: rows
-    // of 512 bytes, 4 KiB apart, can be in an eighth of them.
+    // Whether a block of these rows takes a quarter or more of the sets of the second level cache that their addresses
+    // map to: rows of 512 bytes, 4 KiB apart, map to an eighth of all sets.
     bool crowds() const {
         const regard_part &p = parts.all[0];
         if (p.form > REGARD_F16) return false;

@@ -111,6 +111,14 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def stored_after_three_more(text: Text, call: str) -> list[Tensor]:
+    """What is stored after 3 more tokens; a policy first observes the queries of the call, if it was an append."""
+    if call.startswith("append"):
+        text.observe(70 if call == "append many" else 1)
+    text.append(3)
+    return text.stored()
+
+
 def failures(total: int) -> list[int]:
     """At which of its allocations a call is refused memory: at the last ones, and at some before."""
     return sorted({*range(1, total + 1, 1 + total // 8), *range(max(1, total - 6), total + 1)})
@@ -125,11 +133,8 @@ def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(nam
     with Refusing(0) as counted:
         CALLS[call](never_failed)
     evicts = before.cache.evict is not None and is_append  # which it does first, and which may stay done
-    expected, next_count = never_failed.stored(), 70 if call == "append many" else 1
-    if is_append:
-        never_failed.observe(next_count)
-    never_failed.append(3)
-    later = never_failed.stored()
+    expected = never_failed.stored()
+    later = stored_after_three_more(never_failed, call)
     allowed = [before.stored(), expected] if call == "forget" else [before.stored()]  # it trims memory after all
     for at in failures(counted.count):
         text = pickle.loads(saved)
@@ -138,10 +143,7 @@ def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(nam
         assert evicts or any(same(text.stored(), state) for state in allowed), at
         CALLS[call](text)
         assert same(text.stored(), expected), at
-        if is_append:
-            text.observe(next_count)
-        text.append(3)
-        assert same(text.stored(), later), at
+        assert same(stored_after_three_more(text, call), later), at
 
 
 class Interrupt:
@@ -286,11 +288,8 @@ def interrupt_everywhere(name: str, call: str, *, may_lose: bool = False) -> Non
     with Interrupt(0) as counted:
         CALLS[call](never_failed)
     evicts = is_append and (before.cache.evict is not None or isinstance(before.cache.layout, Rolling))
-    expected, next_count = never_failed.stored(), 70 if call == "append many" else 1
-    if is_append:
-        never_failed.observe(next_count)
-    never_failed.append(3)
-    later = never_failed.stored()
+    expected = never_failed.stored()
+    later = stored_after_three_more(never_failed, call)
     for at in range(1, counted.count + 1, 1 + counted.count // 60):
         text = pickle.loads(saved)
         with pytest.raises(KeyboardInterrupt), Interrupt(at):
@@ -304,10 +303,7 @@ def interrupt_everywhere(name: str, call: str, *, may_lose: bool = False) -> Non
             assert text.cache.tokens_seen == before.cache.tokens_seen, at
             CALLS[call](text)
         assert same(text.stored(), expected), at
-        if is_append:
-            text.observe(next_count)
-        text.append(3)
-        assert same(text.stored(), later), at
+        assert same(stored_after_three_more(text, call), later), at
 
 
 def is_lost(text: Text) -> bool:

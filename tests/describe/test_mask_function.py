@@ -1,4 +1,4 @@
-"""`MaskFunction`: which functions are taken, when they are called, and what is said of those that fail."""
+"""`MaskFunction`: which functions it accepts, when they are called, and the errors of those that it refuses."""
 
 import functools
 import inspect

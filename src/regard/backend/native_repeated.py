@@ -147,7 +147,10 @@ def _run_stored(run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by
 def repeated_with_tensors(
     run: Attend, opened: Callable[[], Any], tiles: Tiles, by_head: Like, by_token: Like
 ) -> RunWithTensors:
-    """What runs calls with a bias and a sink, which are written into a struct for each call, and with any tiles."""
+    """What runs calls with a bias and a sink, which are written into a struct for each call, and with any tiles.
+
+    It reads strides and addresses as `_run` does, in place: a function of their own would cost each call 0.2 us.
+    """
     intervals, number, maps, lists, memory = tiles
     queries, threads, attend = by_head.queries, torch.get_num_threads, run.__call__
     heads, wide = by_head.lse.shape[1], by_head.lse.dtype

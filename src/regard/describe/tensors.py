@@ -168,7 +168,7 @@ def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
 def derived_view(tensor: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
     """`make(tensor)`, a view of it. Where content is identity it is one tensor while `tensor` lives: caches find it.
 
-    A write to `tensor` raises the version of its views too.
+    A write to `tensor` raises the version of its views too. Assigning to `tensor.data` does not, as with `version`.
     """
     if not _is_by_identity(tensor):
         return make(tensor)
