@@ -26,7 +26,7 @@ def advise_huge_pages(memory: Tensor) -> None:
 
     Only what is not yet written gains, so call this before the memory is filled.
     """
-    if type(memory) is not Tensor or memory.device.type != "cpu":
+    if type(memory) is not Tensor or memory.nbytes < _HUGE or memory.device.type != "cpu":
         return
     first = -(-memory.data_ptr() // _HUGE) * _HUGE
     size = (memory.data_ptr() + memory.nbytes) // _HUGE * _HUGE - first

@@ -138,11 +138,26 @@ class Entry:
 
     def __call__(self, call: Any, tick: Callable[[], None] | None = None) -> None:
         """Run an opened struct. Where it limits its seconds, Python sees to its signals in between, and to `tick`."""
-        while status := self._run(call):
+        self._go_on(call, self._run(call), tick)
+
+    def run_with_workspace(self, call: Any, at: slice) -> None:
+        """Run an opened struct with memory for its workspace, whose fields are `at`: the thread's own if that will do."""
+        memory, _workspace.kept = _workspace.kept, NO_MEMORY
+        call[at] = memory.address, memory.size
+        if (status := self._run(call)) == TOO_SMALL:
+            memory = memory_of(self.workspace(call))
+            call[at] = memory.address, memory.size
+            status = self._run(call)
+        self._go_on(call, status)
+        _keep(memory)
+
+    def _go_on(self, call: Any, status: int, tick: Callable[[], None] | None = None) -> None:
+        while status:
             if status < 0:
                 _wrong(status)
             if tick is not None:
                 tick()
+            status = self._run(call)
 
 
 _BEGIN = ctypes.c_int64(0)
@@ -188,8 +203,7 @@ class Attend:
             if status < 0:
                 _wrong(status)
             status = self._run(form, packed, ctypes.c_int64(status))
-        if memory.size <= KEPT_WORKSPACE:
-            _workspace.kept = memory
+        _keep(memory)
 
 
 class Workspace(NamedTuple):
@@ -217,6 +231,11 @@ class _Kept(threading.local):
 
 
 _workspace = _Kept()
+
+
+def _keep(memory: Workspace) -> None:
+    if memory.size <= KEPT_WORKSPACE:
+        _workspace.kept = memory
 
 
 def _wrong(status: int) -> NoReturn:

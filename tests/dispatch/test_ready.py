@@ -157,6 +157,41 @@ def test_a_call_without_gradients_is_not_taken_for_one_with_gradients(name: str)
     assert attend(*tensors.values()).requires_grad
 
 
+def _gradients(q: Any, k: Any, v: Any, **words: Any) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_(learns) for t, learns in zip((q, k, v), words.pop("learn"), strict=True)]
+    out = attend(*leaves, **words)
+    wanted = [t for t in leaves if t.requires_grad]
+    return out, *torch.autograd.grad(out, wanted, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
+
+
+@pytest.mark.parametrize("learn", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
+@pytest.mark.parametrize("name", WORDS)
+def test_a_call_that_learns_is_ready_and_gives_the_same_gradients(name: str, learn: tuple[bool, bool, bool]) -> None:
+    words = WORDS[name] | {"learn": learn}
+    others = [t.transpose(1, 2).contiguous().transpose(1, 2) * 2 for t in _tensors(3, 41)]
+    calls = [_tensors(), others, [t.repeat_interleave(2, 3)[..., ::2] for t in _tensors()]]
+    expected: list[tuple[Tensor, ...]] = []
+    for tensors in calls:
+        ready.forget()
+        expected.append(_gradients(*tensors, **words))
+    for tensors, plain in zip(calls, expected, strict=True):
+        for found, one in zip(_gradients(*tensors, **words), plain, strict=True):
+            assert torch.equal(found, one)
+    q, k, v = (t.requires_grad_() for t in _tensors())
+    found = _run(q, k, v, **WORDS[name])
+    assert found is not None
+    assert found.requires_grad
+
+
+def test_a_ready_call_that_learns_has_no_second_derivative() -> None:
+    q, k, v = (t.requires_grad_() for t in _tensors())
+    attend(q, k, v)
+    assert _is_ready(q, k, v)
+    (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RefusalError, match="second derivative"):
+        dq.sum().backward()
+
+
 def test_a_call_with_one_tensor_twice_has_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 4, 9, 16)
     expected = attend(x, x.clone(), x.clone())

@@ -38,6 +38,26 @@ def repeated(attend: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: L
     return Repeated(_run(attend, form, tiles, by_head, by_token), _bind(attend, form, tiles, by_head, by_token))
 
 
+Differentiated: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tiles, int], Tensor]
+"""The output of q, k and v under tiles and at an offset, which autograd knows."""
+
+
+def repeated_differentiably(differentiated: Differentiated, tiles: Tiles, queries: int) -> Repeated:
+    """The same where q, k or v learn."""
+
+    def again(q: Tensor, k: Tensor, v: Tensor, keys: int, offset: int | None) -> Tensor | None:
+        try:
+            is_in_place = q.stride(3) == k.stride(3) == v.stride(3) == 1
+            has_memory = q.data_ptr() and k.data_ptr() and v.data_ptr()
+        except RuntimeError:  # a layout without strides
+            return None
+        if not (is_in_place and has_memory):
+            return None
+        return differentiated(q, k, v, tiles, keys - queries if offset is None else offset)
+
+    return Repeated(again, _bind_nothing)
+
+
 OpenedOver: TypeAlias = Callable[[StoredTensor, StoredTensor], tuple[Any, object]]
 """A struct of one call over stored keys and values, and what must stay in memory until it was run."""
 
@@ -193,4 +213,4 @@ def repeated_with_tensors(
 
 
 def _bind_nothing(q: Tensor, k: Any, v: Any, is_by_token: bool) -> None:
-    """Each call has parts of its own."""
+    """Each call has parts of its own, or autograd looks at each."""

@@ -2,7 +2,7 @@
 
 A tiny call, one query of 8 heads against 64 keys, takes less time to compute than to be understood. So what a call
 that a kernel can repeat (`RepeatableKernel`) depends on is one key: sizes, types and flags of the tensors, the mask if
-it is constant, and the numbers. What is not in the key forces the long way: gradients, tracing, autocast, `torch.func`,
+it is constant, and the numbers. What is not in the key forces the long way: tracing, autocast, `torch.func`,
 dispatch modes and classes of tensors. Elements, strides, the number of keys and the offset are no part of the key, so
 each step of decoding finds the call of the step before. Calls with a bias, a sink or a mask with tensors have a key of
 their own (`ready_tensors.py`).
@@ -39,6 +39,9 @@ LAST = 2
 guard that does not fit costs 0.3 us, to make one 20."""
 
 Key: TypeAlias = tuple[Any, ...]
+
+_LEARNS = -5
+"""The number in a key that says whether autograd will differentiate the call."""
 
 AnyKey: TypeAlias = Key | TensorsKey
 """The key of a call, and of one that has more tensors; no call has both."""
@@ -103,7 +106,7 @@ def run(
     constant = None if mask is None else mask.constant()
     if bias is not None or sink is not None or (mask is not None and constant is None):
         call = _key(q, k, v, constant, scale, softcap, backend) if q.is_cpu else None
-        key = None if call is None else key_of(call, q, k.shape[2], bias, sink)
+        key = None if call is None or call[_LEARNS] else key_of(call, q, k.shape[2], bias, sink)
         if key is None:
             return _LONG
         return key, ready_tensors.run(key, q, k, v, mask if constant is None else None, offset, bias, sink)
@@ -133,8 +136,7 @@ def run(
 def _key(q: Tensor, k: Any, v: Any, mask: Fingerprint | None, scale: Any, softcap: Any, backend: Any) -> Key | None:
     """What a call over tensors, or over stored keys and values, depends on; None if it must go the long way."""
     kind = type(k)
-    if is_grad_enabled() and (q.requires_grad or (kind is Tensor and (k.requires_grad or v.requires_grad))):
-        return None
+    learns = is_grad_enabled() and (q.requires_grad or (kind is Tensor and (k.requires_grad or v.requires_grad)))
     try:
         sizes, (k_batch, k_heads, keys, k_dim), (v_batch, v_heads, values, v_dim) = q.shape, k.shape, v.shape
     except (RuntimeError, ValueError):  # of nested tensors, and of others than four axes
@@ -144,12 +146,12 @@ def _key(q: Tensor, k: Any, v: Any, mask: Fingerprint | None, scale: Any, softca
     if kind is Tensor:
         return (
             sizes, k_batch, k_heads, k_dim, v_batch, v_heads, v_dim, q.dtype, k.dtype, v.dtype, q.is_cpu, k.is_cpu,
-            v.is_cpu, q.is_neg(), k.is_neg(), v.is_neg(), id(mask), scale, softcap, backend,
+            v.is_cpu, q.is_neg(), k.is_neg(), v.is_neg(), learns, id(mask), scale, softcap, backend,
         )  # fmt: skip
-    if _is_simple(k) and _is_simple(v):
+    if not learns and _is_simple(k) and _is_simple(v):
         return (
             sizes, k_batch, k_heads, k_dim, v_batch, v_heads, v_dim, q.dtype, k.dtype, v.dtype, q.is_cpu, q.is_neg(),
-            k.encodings, v.encodings, id(mask), scale, softcap, backend,
+            k.encodings, v.encodings, learns, id(mask), scale, softcap, backend,
         )  # fmt: skip
     return None
 

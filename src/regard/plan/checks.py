@@ -6,7 +6,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, SupportsIndex, cast
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -305,6 +305,10 @@ def has_own_operators(t: Tensor) -> bool:
     return kind.__torch_dispatch__ is not cast(Any, Tensor).__torch_dispatch__ and not isinstance(t, FakeTensor)
 
 
+SAVED = "q", "k", "v", "sink", "a bias by distance", "a bias", "out", "lse"
+"""The tensors that are saved for a backward pass, in order."""
+
+
 class Saved(NamedTuple):
     """What a backward pass knows of the tensors that were saved for it."""
 
@@ -325,6 +329,14 @@ class Saved(NamedTuple):
         of_distance = None if distance is None else distance.shape
         return cls(q.shape, k.shape, v.shape, q.dtype, q.device, of_distance, form, has_own_operators(q))
 
+    def _refuse(self, name: str, form: tuple[torch.Size, torch.dtype], t: Tensor) -> NoReturn:
+        shape, dtype = form
+        raise ProblemError(
+            f"{name} was saved for the backward pass as {dtype} {list(shape)} on {self.device}, and came back "
+            f"as {type(t).__name__}, {t.dtype} {list(t.shape)} on {t.device}: expected from the unpack of "
+            "saved_tensors_hooks a tensor of the type, shape and device that its pack got."
+        )
+
     def given_back(self, saved: Sequence[Any], *, distance_learns: bool) -> list[Any]:
         """These six, out and lse, laid out as kernels read them.
 
@@ -334,28 +346,19 @@ class Saved(NamedTuple):
             ProblemError: a tensor has not the type, the shape or the device that it was saved with.
         """
         rows, wide = self.q[:3], wide_of(self.dtype)
-        forms = {
-            "q": (self.q, self.dtype),
-            "k": (self.k, self.dtype),
-            "v": (self.v, self.dtype),
-            "sink": (self.q[1:2], wide),
-            "a bias by distance": (self.distance, wide),
-            "a bias": self.bias,
-            "out": (rows + self.v[3:], self.dtype),
-            "lse": (rows, wide),
-        }
-        for (name, form), t in zip(forms.items(), saved, strict=True):
+        forms = (
+            (self.q, self.dtype), (self.k, self.dtype), (self.v, self.dtype), (self.q[1:2], wide),
+            (self.distance, wide), self.bias, (rows + self.v[3:], self.dtype), (rows, wide),
+        )  # fmt: skip
+        found: list[Any] = []
+        for number, (form, t) in enumerate(zip(forms, saved, strict=True)):
             if t is None:
+                found.append(None)
                 continue
-            is_other_class = has_own_operators(t) and not self.has_own_operators
+            is_other_class = type(t) is not Tensor and has_own_operators(t) and not self.has_own_operators
             if (t.shape, t.dtype) != form or t.device != self.device or is_other_class:
-                shape, dtype = cast("tuple[torch.Size, torch.dtype]", form)
-                raise ProblemError(
-                    f"{name} was saved for the backward pass as {dtype} {list(shape)} on {self.device}, and came back "
-                    f"as {type(t).__name__}, {t.dtype} {list(t.shape)} on {t.device}: expected from the unpack of "
-                    "saved_tensors_hooks a tensor of the type, shape and device that its pack got."
-                )
-        found: list[Any] = [None if t is None else t.resolve_neg() for t in saved]
+                self._refuse(SAVED[number], cast("tuple[torch.Size, torch.dtype]", form), t)
+            found.append(t.resolve_neg())
         q, k, v, sink, distance, bias, out, lse = found
         q, k, v, out = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, out))
         if distance is not None and (distance_learns or distance.stride(1) != 1):
