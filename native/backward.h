@@ -156,12 +156,15 @@ struct Backward {
 
     // Where in the sums of a unit, [groups of 64 dims][keys][64] for dk and then for dv, a number is.
     int64_t sum_at(bool value, int64_t key, int64_t dim = 0) const {
-        const int64_t before = value ? up(c.qk_dim, LANES) * c.keys : 0;
-        return before + (dim / LANES * c.keys + key) * LANES + dim % LANES;
+        const int64_t before = value ? up(c.qk_dim, LANES) * division.sum_keys : 0;
+        const int64_t row = division.single ? key % BLOCK : key;
+        return before + (dim / LANES * division.sum_keys + row) * LANES + dim % LANES;
     }
 
-    // One tile of queries: its dq is written, its dk and dv are added to the sums.
-    regard_status tile(const Lanes &lanes, T *sums, T *ddistance) {
+    // One tile of queries: its dq is written, its dk and dv are added to the sums. added(first) is called when those of
+    // the block that begins with key `first` are whole.
+    template <typename Added>
+    regard_status tile(const Lanes &lanes, T *sums, T *ddistance, Added added) {
         for (int64_t i = 0; i < dq_rows() * LANES; i += W) store(dq + i, V{});
         if (twice) {  // once for delta alone
             if (regard_status status = each_block(lanes, false, [](auto &&...) {})) return status;
@@ -171,6 +174,7 @@ struct Backward {
         if (corrects) mean.clear();
         const regard_status status =
             each_block(lanes, twice, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {
+                if (division.single) memset(sums, 0, size_t(division.sum_bytes));
                 add_dq(part, k, rows);
                 if (corrects) mean.add(part, k, weights);
                 add_rows(part, weights.ds_rows, q, sums + sum_at(false, part.block.first));
@@ -179,6 +183,7 @@ struct Backward {
                 if (dout.wild) add_wild(part, g.dout, weights.p_rows, dout, sums + sum_at(true, part.block.first));
                 if (ddistance) biases.add_diagonals(part, ddistance);
                 if (g.dbias && !shares_bias(g)) biases.add_pairs(part);
+                added(part.block.first);
             });
         if (corrects) add_lacking(lanes, sums, ddistance);
         S *data = static_cast<S *>(g.dq.data) + lanes.batch * g.dq.batch;
@@ -245,8 +250,9 @@ struct Backward {
             for (int64_t low = 0; low < near.dim; low += LANES) {
                 const int64_t dims = near.dim - low < LANES ? near.dim - low : int64_t(LANES);
                 const Unit *rows = near.rows + (low + first * W) * LANES / PAIR;
-                T *out = sums + low * c.keys + p.low * LANES;
-                const int steps = (last - first) * W / PAIR, vectors = int((dims + W - 1) / W);
+                T *out = sums + low * division.sum_keys + p.low * LANES;
+                const int lanes = int(least(last * W, K::tiled ? last * W : part.lanes.count)) - first * W;
+                const int steps = (lanes + PAIR - 1) / PAIR, vectors = int((dims + W - 1) / W);
 #if defined(REGARD_TILES)
                 if constexpr (K::tiled) {
                     tiles_across<true>(from, ROW, p.high - p.low, rows, steps, out, 0, vectors);
@@ -268,7 +274,7 @@ struct Backward {
                     if (weights.scoring.whole && weight == 0) continue;  // a bias of -inf hides too
                     for (int64_t d = 0; d < near.dim; ++d) {
                         const T x = widen(row_at<S>(t, part.lanes, lane)[d]);
-                        if (!(x - x == 0)) sums[(d / LANES * c.keys + j) * LANES + d % LANES] += weight * x;
+                        if (!(x - x == 0)) sums[(d / LANES * division.sum_keys + j) * LANES + d % LANES] += weight * x;
                     }
                 }
     }
@@ -313,9 +319,9 @@ struct Backward {
         const T by = change - as_multiplied(change) + more * slope;
         const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim);
         add_row(by, k.at(key), c.qk_dim, LANES, lacking + lane * up(c.qk_dim, W));
-        add_row(by, row_at<S>(c.q, lanes, lane), c.qk_dim, c.keys * LANES, sums + sum_at(false, key));
+        add_row(by, row_at<S>(c.q, lanes, lane), c.qk_dim, division.sum_keys * LANES, sums + sum_at(false, key));
         if (K::pairs)
-            add_row(kept - as_multiplied(kept), row_at<S>(g.dout, lanes, lane), c.v_dim, c.keys * LANES,
+            add_row(kept - as_multiplied(kept), row_at<S>(g.dout, lanes, lane), c.v_dim, division.sum_keys * LANES,
                     sums + sum_at(true, key));
         if (ddistance) {
             const int64_t head = lanes.head_of(lane) % division.group;

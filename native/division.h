@@ -25,7 +25,9 @@ struct Division {
     int64_t segments;                      // of each unit
     bool apart;                            // segments are units of their own, whose sums wait for the second half
     bool small;                            // so few rows and keys that each is computed twice
-    int64_t sum_bytes;                     // of dk and dv of a unit: [groups of 64 dims][keys][64] each
+    bool single;                           // a unit is one tile, so sums of a block are whole when it was visited
+    int64_t sum_keys;                      // whose sums are in memory at once: of a unit, or of a block
+    int64_t sum_bytes;                     // of dk and dv: [groups of 64 dims][sum_keys][64] each
     int64_t distances;                     // values of a head's ddistance, and lanes that may hang over its end
 
     explicit Division(const regard_call &c) {
@@ -35,8 +37,11 @@ struct Division {
         tiles = c.by_query.rows;
         units = c.batch * c.kv_heads;
         small = parts * tiles <= 1 && c.keys <= SMALL_KEYS;
+        // What half precision lacks (largest.h) is added to sums when all blocks were visited.
+        single = parts * tiles == 1 && (c.dtype == REGARD_F32 || c.dtype == REGARD_F64);
+        sum_keys = single ? least(c.keys, BLOCK) : c.keys;
         const int64_t wide = c.dtype == REGARD_F64 ? 8 : 4;
-        sum_bytes = (up(c.qk_dim, LANES) + up(c.v_dim, LANES)) * c.keys * wide;
+        sum_bytes = (up(c.qk_dim, LANES) + up(c.v_dim, LANES)) * sum_keys * wide;
         distances = up(c.queries + c.keys - 1 + LANES, LANES);
         segments = least(parts * tiles / SEGMENT_TILES, SEGMENTS_AT_MOST);
         segments = segments < 1 ? 1 : segments;

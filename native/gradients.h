@@ -54,8 +54,26 @@ struct Gradients {
         return run(unit, segment, own, done, pause);
     }
 
+    // A unit of one tile: dk and dv of each block are written while its sums are in a cache.
+    regard_status single(int64_t unit) {
+        T *total = reinterpret_cast<T *>(scratch);
+        int64_t next = 0;
+        const auto hidden_until = [&](int64_t key) { write(unit, next, key, [](int64_t, int64_t) { return V{}; }); };
+        const regard_status status = backward.tile(tile_of(unit, 0), total, distances_of(unit, 0), [&](int64_t first) {
+            hidden_until(first);
+            next = Division::least(first + BLOCK, c.keys);
+            write(unit, first, next, [&](int64_t at, int64_t) { return load(total + at); });
+        });
+        hidden_until(c.keys);
+        return status;
+    }
+
     // All segments of a unit, one after the other.
     regard_status whole(int64_t unit, int64_t &done, const Pause &pause) {
+        if (division.single) {
+            clear_distances(unit, 0);
+            return single(unit);
+        }
         T *total = reinterpret_cast<T *>(scratch), *own = reinterpret_cast<T *>(scratch + division.sum_bytes);
         if (!done) memset(total, 0, size_t(division.sum_bytes));
         for (int64_t segment = 0; segment < division.segments; ++segment) {
@@ -122,17 +140,24 @@ struct Gradients {
         return {low * TILE, Division::least(high * TILE, c.keys)};
     }
 
+    // ddistance of the heads of a unit, of a segment; null if nothing learns from distances.
+    T *distances_of(int64_t unit, int64_t segment) const {
+        const int64_t n = division.group * division.distances;
+        return g.ddistance ? distances + (unit * division.segments + segment) * n : nullptr;
+    }
+    void clear_distances(int64_t unit, int64_t segment) const {
+        T *const own = distances_of(unit, segment);
+        if (own) memset(own, 0, size_t(division.group * division.distances) * sizeof(T));
+    }
+
     // The tiles of a segment from `done` on, until all are done or it is left.
     regard_status run(int64_t unit, int64_t segment, T *own, int64_t &done, const Pause &pause) {
-        T *distance = nullptr;
-        if (g.ddistance) {
-            const int64_t n = division.group * division.distances;
-            distance = distances + (unit * division.segments + segment) * n;
-            if (!done) memset(distance, 0, size_t(n) * sizeof(T));
-        }
+        if (!done) clear_distances(unit, segment);
         const int64_t first = first_tile(segment), tiles = first_tile(segment + 1) - first;
         while (done < tiles) {
-            if (regard_status status = backward.tile(tile_of(unit, first + done), own, distance)) return status;
+            const Lanes lanes = tile_of(unit, first + done);
+            if (regard_status status = backward.tile(lanes, own, distances_of(unit, segment), [](int64_t) {}))
+                return status;
             if (++done < tiles && pause()) return REGARD_MORE;
         }
         return REGARD_DONE;

@@ -84,6 +84,34 @@ def test_derivatives_of_a_bias_that_lies_strangely(name: str, engine: str):
     assert torch.autograd.gradcheck(call, (bias,))
 
 
+@pytest.mark.parametrize("queries", [1, 5, 23])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
+def test_few_rows_write_the_gradients_of_all_keys_also_of_blocks_that_none_sees(
+    engine: str, dtype: torch.dtype, queries: int
+):
+    keep = torch.rand(queries, 700) < 0.5
+    for hidden in (slice(0, 200), slice(300, 520), slice(650, 700)):
+        keep[:, hidden] = False
+    q, k, v, table, weight = (
+        torch.randn(*sizes, dtype=dtype).double()
+        for sizes in ((2, 6, queries, 72), (2, 2, 700, 72), (2, 2, 700, 130), (32, 6), (2, 6, queries, 130))
+    )
+    k[:, :, 350:400], v[:, :, 660] = torch.nan, torch.inf
+
+    def gradients(backend: str, to: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(to).requires_grad_() for t in (q, k, v)]
+        learned = table.to(torch.promote_types(to, torch.float32)).requires_grad_()
+        words: dict[str, Any] = {"mask": TensorMask(keep), "bias": T5Bias(learned, max_distance=1024)}
+        out = attend(*leaves, **words, backend=backend)
+        return torch.autograd.grad((out * weight.to(to)).sum(), [*leaves, learned])
+
+    limit = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for found, truth in zip(gradients(engine, dtype), gradients("reference", torch.float64), strict=True):
+        assert worst(found, truth) <= limit * truth.abs().max()
+    assert not gradients(engine, dtype)[1][:, :, 300:520].any()
+
+
 def test_an_expanded_bias_gets_a_gradient_for_each_element():
     q, k = small(1, 2, 3, 2), small(1, 2, 4, 2)
     bias = torch.randn(4, dtype=torch.float64).expand(2, 3, 4).requires_grad_()
