@@ -110,8 +110,8 @@ class StepCache:
             stored = self._stored(first)
             self.position.add_(1)
             self._is_finite.logical_and_(torch.stack([torch.isfinite(x).all() for x in new]).all())
-            return stored
-        except BaseException:  # Ctrl-C among them: the step can be made again, and writes to the same slots
+            return stored  # noqa: TRY300 - Ctrl-C may come here as well
+        except BaseException:  # the step can be made again, and writes to the same slots
             self.position.copy_(first)
             raise
 

@@ -28,7 +28,8 @@ FEW = 16
 """Queries up to which the kernels of few queries run."""
 
 BACKWARD = 2.5
-"""FLOPs of the backward pass, in those of the forward pass, where `qk_dim` is `v_dim`. Dao 2023, arXiv:2307.08691, §4.1."""
+"""FLOPs of the backward pass, in those of the forward pass, where `qk_dim` is `v_dim`. Dao 2023, arXiv:2307.08691,
+§4.1."""
 
 START = 20e-6
 """Seconds from the call to the kernel, of a call that was made before."""
