@@ -72,7 +72,7 @@ def test_unknown_machines_and_types_list_what_there_is():
         find_machine("8xthis")
     with pytest.raises(ProblemError, match=r"V100.* has no published FLOP/s of int8: expected one of float16"):
         find_machine("v100").peak("int8")
-    with pytest.raises(ProblemError, match="^the name of the machine is None: expected one such as 'h100'"):
+    with pytest.raises(ProblemError, match=r"^the name of the machine is None: expected one such as 'h100'"):
         find_machine(None)
 
 

@@ -218,7 +218,7 @@ def test_wrong_arguments_are_named():
         attend_sharded(q, k, v, layout=Layout.contiguous(54, 1))
     with pytest.raises(ProblemError, match="expected an empty one that keeps every token"):
         ShardedCache(KVCache(Rolling(window=8)))
-    with pytest.raises(ProblemError, match="^cache is str: expected the KVCache that stores this rank's tokens"):
+    with pytest.raises(ProblemError, match=r"^cache is str: expected the KVCache that stores this rank's tokens"):
         ShardedCache("paged")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="attend over an empty ShardedCache"):
         ShardedCache().attend(q)

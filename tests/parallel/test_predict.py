@@ -190,6 +190,6 @@ def test_what_cannot_be_sharded_says_why(name, ranks, message):
         "link is 1000000000.0: expected a Link, such as Link": (c, 2, 1e9),
         "2.5 ranks for 8,192 tokens: expected 2 ranks": (cost("llama-3-8b", machine="h100"), 2.5, Link(1e9)),
     }
-    for message, call in calls.items():
-        with pytest.raises(ProblemError, match=f"^{message}"):
+    for said, call in calls.items():
+        with pytest.raises(ProblemError, match=f"^{said}"):
             shardings(*call)
