@@ -45,8 +45,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        rate = cast(object, self.bandwidth)
-        if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 < rate < math.inf:
+        rate = self.bandwidth
+        if not isinstance(cast(object, rate), Real) or isinstance(rate, bool) or not 0 < rate < math.inf:
             raise ProblemError(f"link of {rate!r} bytes/s: expected a finite number above 0, such as 100e9.")
 
 
