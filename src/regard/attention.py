@@ -141,9 +141,20 @@ def attend(
         key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend, bias, sink)
         if out is not None:
             return out
+    return attend_not_ready(
+        Request(q, cast(Any, k), cast(Any, v), mask, bias, score, scale, softcap, column, dropout, offset, backend), key
+    )
+
+
+def attend_not_ready(request: Request, key: ready.AnyKey | None) -> Tensor:
+    """The output of a call over tensors that `ready.run` did not run, and the key that it gave.
+
+    For callers that have asked it: it reads the content of a mask, which takes longer the longer the mask is.
+    """
     if is_any_autocast_enabled():
-        q, k, v = cast_by_autocast(q, cast(Any, k), cast(Any, v))
-    return _run(Request(q, k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend), key).out
+        q, k, v = cast_by_autocast(request.q, request.k, request.v)
+        request = request._replace(q=q, k=k, v=v)
+    return _run(request, key).out
 
 
 KINDS = ("cpu", "cuda", "mps", "xpu")

@@ -141,7 +141,7 @@ class Entry:
         self._go_on(call, self._run(call), tick)
 
     def run_with_workspace(self, call: Any, at: slice) -> None:
-        """Run an opened struct with memory for its workspace, whose fields are `at`: the thread's own if that will do."""
+        """Run an opened struct with memory for its workspace, whose fields are `at`: the thread's own if it fits."""
         memory, _workspace.kept = _workspace.kept, NO_MEMORY
         call[at] = memory.address, memory.size
         if (status := self._run(call)) == TOO_SMALL:

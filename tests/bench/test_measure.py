@@ -101,7 +101,9 @@ def test_cold_keys_and_values_are_read_again_only_after_others():
 def test_a_case_knows_its_bytes():
     case = Case("", 7, 11, heads=4, kv_heads=2, dim=5, v_dim=3, batch=2)
     q, k, v = case.tensors(torch.bfloat16)
-    assert case.nbytes(torch.bfloat16) == q.nbytes + k.nbytes + v.nbytes + 2 * 4 * 7 * 3 * 2
+    forward = q.nbytes + k.nbytes + v.nbytes + 2 * 4 * 7 * 3 * 2
+    assert case.nbytes(torch.bfloat16) == forward
+    assert replace(case, backward=True).nbytes(torch.bfloat16) == 2 * forward  # a gradient of each
 
 
 def test_words_that_say_nothing_are_left_out():

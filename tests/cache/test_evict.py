@@ -655,3 +655,54 @@ def test_values_may_be_recorded_in_parts_and_must_be_recorded_to_be_read():
     cache.append(k, k)
     with pytest.raises(ProblemError, match=r"^State\.values: nothing was recorded; call record\(values\) in append"):
         cache.forget()
+
+
+@dataclass(frozen=True)
+class Choosing(LongestValues):
+    """Keeps what a function makes of the tokens that would stay."""
+
+    function: Callable[[Any], Any] = field(kw_only=True)
+
+    def start(self) -> EvictionState["LongestValues"]:
+        function = self.function
+
+        class State(ByValues):
+            def choose(self, store: Store, coming: int) -> Tensor | None:
+                return function(super().choose(store, coming))
+
+        return State(self)
+
+
+@pytest.mark.parametrize("layout", [None, Paged(16)])
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda kept: kept[0], r"int64 \[3, 8\] on cpu"),
+        (lambda kept: kept[:, :1], r"int64 \[2, 1, 8\] on cpu"),
+        (lambda kept: kept.double(), r"float64 \[2, 3, 8\] on cpu"),
+        (lambda kept: torch.ones(2, 3, 20, dtype=torch.bool), r"bool \[2, 3, 20\] on cpu"),
+        (lambda kept: kept.tolist(), "list"),
+        (lambda kept: kept + 20, r"int64 \[2, 3, 8\] on cpu, tokens from 2\d to 39"),
+        (lambda kept: kept - 20, r"int64 \[2, 3, 8\] on cpu, tokens from -\d+ to -1"),
+        (lambda kept: kept.flip(2), r"int64 \[2, 3, 8\] on cpu, tokens from \d+ to 19"),
+        (lambda kept: kept * 0, r"int64 \[2, 3, 8\] on cpu, tokens from 0 to 0"),
+    ],
+    ids=["rows alone", "one head", "floats", "bools", "a list", "too high", "negative", "descending", "twice"],
+)
+def test_tokens_that_cannot_be_kept_are_refused(layout: Paged | None, function: Callable[[Any], Any], found: str):
+    cache, k = KVCache(layout, evict=Choosing(8, function=function)), torch.randn(2, 3, 20, 16)
+    k[:, :, -1] = 9  # the last token stays
+    cache.append(k, k)
+    expected = r"expected the tokens to keep of each key head, int64 \[batch, kv_heads, kept\] = \[2, 3, kept\], asc"
+    with pytest.raises(ProblemError, match=rf"^State\.choose\(store, coming\) returned {found}: {expected}"):
+        cache.forget()
+    assert cache.tokens == 20
+
+
+def test_a_policy_of_your_own_may_keep_all_or_any_number_of_tokens():
+    k = torch.randn(2, 3, 20, 16)
+    for function, tokens in ((lambda kept: None, 20), (lambda kept: kept[:, :, 3:], 5), (lambda kept: kept, 8)):
+        cache = KVCache(evict=Choosing(8, function=function))
+        cache.append(k, k)
+        cache.forget()
+        assert cache.tokens == tokens

@@ -24,6 +24,7 @@ from regard.cache.page_memory import PlainPageMemory
 from regard.cache.pages import Page, PageAllocator
 from regard.cache.quantised import QuantisedStore
 from regard.cache.sequence import Sequence
+from regard.cache.steps import StepCache
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.stored import dense
@@ -344,3 +345,41 @@ def test_pages_that_ctrl_c_left_half_written_are_freed_and_not_read(monkeypatch:
     cache.reset()
     found, _ = cache.append(k, v)
     assert torch.equal(dense(found), k)
+
+
+STEPS: dict[str, tuple[Layout, Codec | torch.dtype | None, int | None]] = {
+    "dense": (Contiguous(), None, 80),
+    "rolling, rotated": (Rolling(24, 4, Rope(DIM)), None, None),
+    "rolling int8": (Rolling(40, 4, Rope(DIM)), Int8(16, 16), None),
+    "int4": (Contiguous(), Int4(16, 16, rotate=True), 80),
+    "paged": (Paged(16), None, 80),
+    "paged int8": (Paged(16), Int8(16, 16, 16), 80),
+    "latent": (Latent(8), None, 80),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_ctrl_c_interrupts_is_made_again(name: str):
+    """Before any line; the token that was given up is another one than that of the step that is made."""
+    layout, codec, capacity = STEPS[name]
+    values = 0 if isinstance(layout, Latent) else 1
+    given_up, *tokens = torch.randn(8, 2, 2, HEADS, 1, DIM).unbind()
+    saved = KVCache(layout, codec)
+    saved.append(*torch.randn(2, 2, HEADS, 45, DIM)[: 1 + values])
+
+    def append(steps: StepCache, token: Tensor) -> list[Tensor]:
+        return [dense(t).clone() for t in steps.append(*token[: 1 + values])]
+
+    never_failed = saved.steps(capacity)
+    expected = [append(never_failed, token) for token in tokens]
+    counting = saved.steps(capacity)
+    append(counting, tokens[0])
+    with Interrupt(0) as counted:
+        append(counting, given_up)
+    for at in range(1, counted.count + 1, 1 + counted.count // 40):
+        steps = saved.steps(capacity)
+        append(steps, tokens[0])
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            append(steps, given_up)
+        assert steps.position.tolist() == [46, 46], at
+        assert [same(append(steps, token), e) for token, e in zip(tokens[1:], expected[1:], strict=True)] == [True] * 6

@@ -49,7 +49,7 @@ def test_a_text_that_is_too_long(capsys):
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
 def test_an_empty_text(capsys, text):
-    assert "is empty" in one_line(capsys, [text])
+    assert "error: the prompt is empty: expected" in one_line(capsys, [text])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,8 @@ def test_a_file_that_is_no_text(capsys, here, data, message):
 def test_stdin_that_is_no_text(capsys, stdin):
     stdin(b"\xff\xfe")
     assert "stdin is not UTF-8" in one_line(capsys, ["-"])
+    stdin(b" ")
+    assert "error: stdin is empty: expected" in one_line(capsys, ["-"])
 
 
 def test_a_folder_for_a_text(capsys, here):

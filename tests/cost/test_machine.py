@@ -43,6 +43,16 @@ def test_products_of_cpus_are_whole_flops_a_cycle(name):
     assert min(abs(per_cycle / each - 1) for each in (32, 64)) < 0.01
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "torch.bfloat16", torch.bfloat16])
+def test_a_type_has_the_limits_of_each_of_its_names(dtype):
+    h100 = find_machine("h100")
+    assert h100.peak(dtype) == h100.peak("bfloat16") == 989.4e12
+    assert h100.balance(dtype) == h100.balance("bfloat16")
+    assert h100.seconds(1e15, 0, dtype) == h100.seconds(1e15, 0, "bfloat16")
+    with pytest.raises(ProblemError, match="no published FLOP/s of bfloat61: expected one of"):
+        h100.peak("bfloat61")
+
+
 def test_the_figures_are_dense_and_not_sparse():
     assert find_machine("h100").peak("bfloat16") == pytest.approx(989.4e12)
     assert find_machine("a100").peak("float16") == pytest.approx(312e12)
@@ -62,6 +72,8 @@ def test_unknown_machines_and_types_list_what_there_is():
         find_machine("8xthis")
     with pytest.raises(ProblemError, match=r"V100.* has no published FLOP/s of int8: expected one of float16"):
         find_machine("v100").peak("int8")
+    with pytest.raises(ProblemError, match=r"^the name of the machine is None: expected one such as 'h100'"):
+        find_machine(None)
 
 
 LIMITS = {"name": "mine", "title": "Mine", "source": "me", "bandwidth": 1e11, "memory": 2**34, "fast_memory": 2**20}

@@ -223,6 +223,20 @@ def test_a_backward_pass_takes_its_flops_at_a_share_of_its_own():
         assert expected == pytest.approx(START + pairs * 4 * 64 * (1 / 0.5e11 + 2.5 / (share * 1e11)))
 
 
+def test_the_products_of_a_backward_pass_are_three_over_keys_and_two_over_values():
+    q, k, v = (torch.empty(1, 8, 512, dim, device="meta") for dim in (96, 96, 32))
+    for gradient_share, share in ((0.1, 0.1), (None, 0.5)):
+        here = machine(float32=Efficiency(0.5, 1.0, 0.1, gradient_share=gradient_share))
+        one, both = (expected_seconds(explain(q, k, v), here, backward=backward) for backward in (False, True))
+        assert both - one == pytest.approx(8 * 512**2 * 2 * (3 * 96 + 2 * 32) / (share * 1e11))
+
+
+def test_a_backward_pass_of_few_queries_adds_its_products_and_reads():
+    plan, here = plan_of(1, 4096, Causal()), machine(float32=Efficiency(1.0, 1.0, 0.25))
+    expected = START + 3.5 * (8 * 4096 * 4 * 64 / 0.25e11 + plan.bytes / 1e10)
+    assert expected_seconds(plan, here, backward=True) == pytest.approx(expected)
+
+
 def test_attention_of_a_model_takes_the_share_of_128_dims():
     e = Efficiency(0.2, 1.0, 0.1, linear_share=0.8, stream_share=0.25, wide_share=0.5)
     parts = Parts(projections=Work(0, 0), attention=Work(5e10, 0), mlp=Work(0, 0), recurrent=Work(0, 0))

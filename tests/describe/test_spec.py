@@ -32,7 +32,7 @@ from regard.describe.mask import Mask, Positions
 from regard.describe.mask_by_rule import Dilated
 from regard.describe.serialized import deserialize
 from regard.describe.spec import Spec, spec
-from regard.describe.tensors import content_key, derived, unchanged
+from regard.describe.tensors import content_key, derived, derived_view, unchanged
 from tests.expressions import biases, masks
 
 
@@ -162,6 +162,27 @@ def test_tensors_on_a_device_are_known_by_identity_and_version(monkeypatch: pyte
     assert content_key(lengths) == before != content_key(lengths.clone())
     lengths += 1
     assert content_key(lengths) != before
+    before = content_key(lengths)
+    lengths.data = torch.arange(3)  # which increments no version
+    assert content_key(lengths) != before
+
+
+def test_the_view_of_a_tensor_on_a_device_is_one_tensor_until_its_memory_is_another(monkeypatch: pytest.MonkeyPatch):
+    for question in ("_is_plain", "_is_on_host"):
+        monkeypatch.setattr(tensors, question, lambda t: False)
+
+    def first(t: torch.Tensor) -> torch.Tensor:
+        return t[:1]
+
+    table = torch.zeros(3, 2)
+    kept = derived_view(table, "first", first)
+    assert derived_view(table, "first", first) is kept
+    table += 1
+    assert torch.equal(derived_view(table, "first", first), torch.ones(1, 2))
+    table.data = torch.full((3, 2), 5.0)
+    assert torch.equal(derived_view(table, "first", first), torch.full((1, 2), 5.0))
+    table.data = table.data.view(2, 3)  # in the same memory
+    assert derived_view(table, "first", first).shape == (1, 3)
 
 
 def test_a_tensor_is_read_once_within_unchanged(monkeypatch: pytest.MonkeyPatch):

@@ -131,6 +131,27 @@ def test_an_equal_scale_of_another_layer_is_the_same_call(long_way: list[Tensor]
     assert not long_way
 
 
+def test_a_layer_whose_call_is_not_ready_asks_once_whether_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the content of the mask to ask."""
+    t, asked, run_ready = tensors(), [], ready.run
+
+    def run_counted(*call: Any) -> Any:
+        asked.append(call)
+        return run_ready(*call)
+
+    for keep in (torch.rand(2, 1, 5, KEYS) > 0.4, torch.rand(2, 1, 5, KEYS) > 0.6):
+        mask = mask_of(mask=TensorMask(keep))
+        right = expected(t, mask)
+        ready.forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(ready, "run", run_counted)
+            out = run(t, mask)
+        assert len(asked) == 1
+        asked.clear()
+        assert torch.equal(out, right)
+        assert torch.equal(run(t, mask), right)
+
+
 def test_layers_under_two_masks_keep_their_own() -> None:
     t = tensors()
     full, sliding = known(t), mask_of(mask=Causal() & Window(3))

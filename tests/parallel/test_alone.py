@@ -21,7 +21,15 @@ from regard.cache import KVCache, Rolling
 from regard.errors import KeywordError
 from regard.extend import Bias, spec
 from regard.nn import LatentAttention
-from regard.parallel import Layout, ShardedCache, attend_on_mesh, attend_sharded, ring_attend, ulysses_attend
+from regard.parallel import (
+    Layout,
+    ShardedCache,
+    attend_on_mesh,
+    attend_sharded,
+    context_parallel,
+    ring_attend,
+    ulysses_attend,
+)
 from regard.parallel.context import Shard as ContextShard
 from regard.parallel.ranks import Ranks
 from tests.parallel.comparing import some
@@ -152,6 +160,11 @@ def test_a_group_that_is_made_again_does_not_read_what_the_one_before_wrote():
 def test_without_a_group_it_says_what_to_call():
     with pytest.raises(ProblemError, match=r"call torch\.distributed\.init_process_group first"):
         ring_attend(*qkv())
+    with (
+        pytest.raises(ProblemError, match=r"^context_parallel needs a process group: call torch\.distributed\.init_"),
+        context_parallel(None),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("alone")
@@ -205,6 +218,8 @@ def test_wrong_arguments_are_named():
         attend_sharded(q, k, v, layout=Layout.contiguous(54, 1))
     with pytest.raises(ProblemError, match="expected an empty one that keeps every token"):
         ShardedCache(KVCache(Rolling(window=8)))
+    with pytest.raises(ProblemError, match=r"^cache is str: expected the KVCache that stores this rank's tokens"):
+        ShardedCache("paged")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProblemError, match="attend over an empty ShardedCache"):
         ShardedCache().attend(q)
     with pytest.raises(ProblemError, match=r"crop\(3\): expected 0 to 0"):

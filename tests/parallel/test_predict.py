@@ -182,5 +182,14 @@ def test_what_cannot_be_sharded_says_why(name, ranks, message):
         list(shardings(c, ranks, Link(1e9)))
     with pytest.raises(ProblemError, match="give the machine of a rank"):
         list(shardings(cost("llama-3-8b"), 2, Link(1e9)))
-    with pytest.raises(ProblemError, match="expected more than 0"):
-        Link(0)
+    for rate in (0, -1.0, float("nan"), True, "100GB/s"):
+        with pytest.raises(ProblemError, match=rf"^link of {rate!r} bytes/s: expected a finite number above 0"):
+            Link(rate)
+    calls = {
+        "c is 'llama-3-8b': expected a ModelCost, such as cost": ("llama-3-8b", 2, Link(1e9)),
+        "link is 1000000000.0: expected a Link, such as Link": (c, 2, 1e9),
+        "2.5 ranks for 8,192 tokens: expected 2 ranks": (cost("llama-3-8b", machine="h100"), 2.5, Link(1e9)),
+    }
+    for said, call in calls.items():
+        with pytest.raises(ProblemError, match=f"^{said}"):
+            shardings(*call)

@@ -194,6 +194,22 @@ class EvictionState(Generic[E]):
         )
 
 
+def check_chosen(state: object, index: object, store: Store) -> None:
+    """Raise `ProblemError` unless the tokens that the `choose` of a user's state gave can be kept."""
+    batch, kv_heads, tokens = store.form.batch, store.form.kv_heads, store.tokens
+    found = describe_tensor(index) if isinstance(index, Tensor) else type(index).__name__
+    if isinstance(index, Tensor) and index.dtype == torch.int64 and index.shape[:-1] == (batch, kv_heads):
+        before, after = index.new_full((batch, kv_heads, 1), -1), index.new_full((batch, kv_heads, 1), tokens)
+        if bool((torch.cat((before, index, after), 2).diff(dim=2) > 0).all()):
+            return
+        found += f", tokens from {int(index.min())} to {int(index.max())}"
+    raise ProblemError(
+        f"{type(state).__name__}.choose(store, coming) returned {found}: expected the tokens to keep of each key head, "
+        f"int64 [batch, kv_heads, kept] = [{batch}, {kv_heads}, kept], ascending, from 0 to {tokens - 1}; or None to "
+        "keep all."
+    )
+
+
 ROUNDING = 32
 """Units in the last place of float32, or of float64, by which scores of equal tokens may differ: other matrix sizes sum
 in another order. In bfloat16 they would be a quarter of a score."""

@@ -20,7 +20,7 @@ from regard.cache.check import (
     resolve_keys,
     start_policy,
 )
-from regard.cache.evict import EvictionState
+from regard.cache.evict import EvictionState, check_chosen
 from regard.cache.paged import PagedStore, check_paged
 from regard.cache.steps import StepCache
 from regard.cache.store import (
@@ -411,6 +411,8 @@ class KVCache:
         if index is None:
             self._policy_state = state
             return
+        if not type(state).__module__.startswith("regard."):
+            check_chosen(state, index, store)
         state.keep(index)
         changed, min_crop = replacement(store), max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
         changed.keep(index)

@@ -78,7 +78,8 @@ class StepCache:
     def append(self, k: Tensor, v: Tensor | None = None) -> tuple[CachedTensor, CachedTensor]:
         """Store the keys and values of one token of each row; returns handles of all that the token sees.
 
-        The handles are for `attend` with one query, under `Causal()` or no mask, without an offset.
+        The handles are for `attend` with one query, under `Causal()` or no mask, without an offset. After an error or
+        Ctrl-C the position is that of before, and the step can be made again.
 
         Args:
             k: [batch, kv_heads, 1, qk_dim].
@@ -103,16 +104,16 @@ class StepCache:
             self._check_room(below=1)
         if self._is_rotated:
             new = tuple(hadamard(x) for x in new)
-        self._is_finite.logical_and_(torch.stack([torch.isfinite(x).all() for x in new]).all())
         first = self.position.clone()
-        self._memory.write(first, new)
-        self.position.add_(1)
-        lengths = self._memory.tokens(first)
-        both = zip(self._memory.parts(first), form.dims, strict=True)
-        handles = [self._handle(parts, lengths, dim) for parts, dim in both]
-        if self._rank is not None:
-            return handles[0], leading_channels(handles[0], self._rank)
-        return handles[0], handles[1]
+        try:
+            self._memory.write(first, new)
+            stored = self._stored(first)
+            self.position.add_(1)
+            self._is_finite.logical_and_(torch.stack([torch.isfinite(x).all() for x in new]).all())
+            return stored  # noqa: TRY300 - Ctrl-C may come here as well
+        except BaseException:  # the step can be made again, and writes to the same slots
+            self.position.copy_(first)
+            raise
 
     def check(self) -> None:
         """Raise `ProblemError` for tokens beyond the capacity, or with elements that are NaN or infinite. It waits.
@@ -151,6 +152,15 @@ class StepCache:
     def __repr__(self) -> str:
         form = self.form
         return f"StepCache({type(self._memory).__name__}, k {[form.batch, form.kv_heads, 1, form.qk_dim]} each step)"
+
+    def _stored(self, first: Tensor) -> tuple[CachedTensor, CachedTensor]:
+        """Handles of the tokens up to `first`."""
+        lengths = self._memory.tokens(first)
+        both = zip(self._memory.parts(first), self.form.dims, strict=True)
+        handles = [self._handle(parts, lengths, dim) for parts, dim in both]
+        if self._rank is not None:
+            return handles[0], leading_channels(handles[0], self._rank)
+        return handles[0], handles[1]
 
     def _handle(self, parts: tuple[Part, ...], lengths: Tensor, dim: int) -> StoredTensor:
         form, tokens = self.form, sum(part.tokens for part in parts)

@@ -44,15 +44,15 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise ProblemError("the prompt comes from an argument and from --prompt-file: leave one of them out.")
     if file is not None:
-        text, name = _decode(_read_file(file), file), file
+        text, name = _decode(_read_file(file), file), quoted(file)
     elif prompt == STDIN:
         text, name = _decode(sys.stdin.buffer.read(), "stdin"), "stdin"
     elif prompt is not None:
-        text, name = _check_text(prompt), prompt
+        text, name = _check_text(prompt), "the prompt"
     else:
         raise ProblemError('there is no prompt: give a text in quotes, such as "Why is the sky blue?", or - for stdin.')
     if not text.strip():
-        raise ProblemError(f"{quoted(name)} is empty: expected a word or more.")
+        raise ProblemError(f"{name} is empty: expected a word or more.")
     return text
 
 

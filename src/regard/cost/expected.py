@@ -7,7 +7,10 @@ reads do not overlap, and products reach less.
     many queries   t = start + max(4 d (full + partial_cost * partial) / (share * peak), bytes / bandwidth)
     few queries    t = start + 4 d pairs / (few_share * peak) + bytes / bandwidth
 
-`full` and `partial` are pairs in tiles of the schedule; a backward pass has 2.5 times the FLOPs of the forward pass.
+`full` and `partial` are pairs in tiles of the schedule. A backward pass computes five products, three over `qk_dim` and
+two over `v_dim`, and the forward pass two: where the dims are equal that is 2.5 times the FLOPs. On a machine whose
+`gradient_share` was not measured they run at the share of the forward pass: in docs/performance the passes together
+take 3.0 to 3.8 times as long as the forward pass alone, and here 3.5 times.
 A pair takes time for its exponential too, whatever d is, so `share` grows with d: it is measured at 64 and 128 dims
 (`share` and `wide_share`), between and beyond which time is linear in d. With AMX (bfloat16) exponentials and traffic
 between the caches take longer than the products: the shares are about 0.17 and 0.22. The backward pass has a share of
@@ -25,7 +28,8 @@ FEW = 16
 """Queries up to which the kernels of few queries run."""
 
 BACKWARD = 2.5
-"""FLOPs of the backward pass, in those of the forward pass. Dao 2023, arXiv:2307.08691, §4.1."""
+"""FLOPs of the backward pass, in those of the forward pass, where `qk_dim` is `v_dim`. Dao 2023, arXiv:2307.08691,
+§4.1."""
 
 START = 20e-6
 """Seconds from the call to the kernel, of a call that was made before."""
@@ -60,12 +64,12 @@ def expected_seconds(plan: Planned, machine: Machine, *, backward: bool = False)
     e, peak = known.get(dtype, known["float32"]), machine.peak(dtype)
     per_pair, passes = 2 * (p.score_dim + p.v_dim), 1 + BACKWARD * backward
     reading = plan.bytes * passes / machine.bandwidth
+    of_backward = 2 * (3 * p.score_dim + 2 * p.v_dim) * backward
     if p.queries <= FEW:
-        return START + s.pairs * per_pair / (e.few_share * peak) + reading
+        return START + s.pairs * (per_pair + of_backward) / (e.few_share * peak) + reading
     pairs = s.covered + (e.partial_cost - 1) * partial_pairs(s, p.queries)
     work = forward_work(e, per_pair)
-    if backward:
-        work += BACKWARD * (per_pair / e.gradient_share if e.gradient_share else work)
+    work += of_backward / e.gradient_share if e.gradient_share else work * of_backward / per_pair
     return START + max(pairs * work / peak, reading)
 
 

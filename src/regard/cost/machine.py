@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import cast
 
+from regard.cost.storage_names import float_name
 from regard.errors import ProblemError
 from regard.integers import is_integer
 
@@ -118,12 +119,13 @@ class Machine:
         if unknown := [each for each in found if each not in TYPES]:
             raise ProblemError(f"machine {self.name}: {name} has {unknown[0]!r}: expected names of {', '.join(TYPES)}.")
 
-    def peak(self, dtype: str) -> float:
-        """FLOP/s of products of a type.
+    def peak(self, dtype: object) -> float:
+        """FLOP/s of products of a type, such as "bfloat16", "bf16" or `torch.bfloat16`.
 
         Raises:
             ProblemError: no figure for it is published.
         """
+        dtype = float_name(str(dtype))
         found = next((self.flops[each] for each in (dtype, *WIDER.get(dtype, ())) if each in self.flops), None)
         if found is None:
             raise ProblemError(
@@ -131,7 +133,7 @@ class Machine:
             )
         return found
 
-    def seconds(self, flops: float, moved: float, dtype: str) -> float:
+    def seconds(self, flops: float, moved: float, dtype: object) -> float:
         """The roofline: the least time for this many FLOPs and bytes.
 
         >>> from regard.cost import find_machine
@@ -141,7 +143,7 @@ class Machine:
         """
         return max(flops / self.peak(dtype), moved / self.bandwidth)
 
-    def balance(self, dtype: str) -> float:
+    def balance(self, dtype: object) -> float:
         """FLOPs for each byte at which products and memory take equally long."""
         return self.peak(dtype) / self.bandwidth
 

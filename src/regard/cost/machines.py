@@ -32,6 +32,8 @@ def find_machine(name: str) -> Machine:
     >>> find_machine("8xh100").memory // 2**30
     640
     """
+    if not isinstance(cast(object, name), str):
+        raise ProblemError(f"the name of the machine is {name!r}: expected one such as 'h100'.")
     plain = name.lower().replace("_", "-").replace(" ", "-")
     if plain in THIS:
         return _this_machine(plain)

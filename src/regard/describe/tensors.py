@@ -4,9 +4,9 @@ A description is compared and hashed by content, so each of its tensors has a `C
 of the elements: a write to them, in place, through `.data`, or through a numpy array that shares the memory, makes a
 different description. The digest costs little: 16 MiB take 0.4 ms (`./bench schedules`).
 
-Elsewhere (CUDA, ...) a digest would wait for the device, so a tensor there is identified by identity and by the version
-that in-place operations increment. **On a GPU, never write to a mask's tensor through `.data`: torch counts no version
-there.**
+Elsewhere (CUDA, ...) a digest would wait for the device, so a tensor there is identified by identity, by the version
+that in-place operations increment, and by its address, which another tensor assigned to `.data` changes. **On a GPU,
+never write to elements of a mask's tensor through `.data`: torch counts no version there.**
 
 A content key keeps no tensor alive, so neither does a cache whose keys have content keys.
 """
@@ -168,14 +168,17 @@ def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
 def derived_view(tensor: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
     """`make(tensor)`, a view of it. Where content is identity it is one tensor while `tensor` lives: caches find it.
 
-    A write to `tensor` raises the version of its views too. Assigning to `tensor.data` does not, as with `version`.
+    A write to `tensor` raises the version of its views too. Memory that was assigned to `tensor.data` has views of its
+    own.
     """
     if not _is_by_identity(tensor):
         return make(tensor)
-    kept = cast("dict[str, Tensor]", _views.setdefault(tensor, {}))
-    if (found := kept.get(name)) is None:
-        found = kept[name] = make(tensor.detach())  # a view of `tensor` could keep it alive, and so itself
-    return found
+    kept = cast("dict[str, tuple[Hashable, Tensor]]", _views.setdefault(tensor, {}))
+    now = _address(tensor), tensor.shape, tensor.stride()
+    if (found := kept.get(name)) is None or found[0] != now:
+        # A view of `tensor` could keep it alive, and so itself.
+        found = kept[name] = now, make(tensor.detach())
+    return found[1]
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -251,7 +254,7 @@ def _content(tensor: Tensor) -> Hashable:
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:  # several tensors inside
         return Untraceable()
     if _is_by_identity(tensor):
-        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor)
+        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor), _address(tensor)
     try:
         return digest(tensor), ClassRef(type(tensor))
     except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that wraps other tensors
@@ -261,6 +264,16 @@ def _content(tensor: Tensor) -> Hashable:
 def _is_by_identity(tensor: Tensor) -> bool:
     """Whether content is identity and version: the elements are not there, or not on the host."""
     return is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its elements are, 0 where it has none of its own: `tensor.data = other` changes it, and no version."""
+    if is_without_data(tensor) or is_func_wrapper(tensor):
+        return 0
+    try:
+        return tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
+        return 0
 
 
 def _is_on_host(tensor: Tensor) -> bool:

@@ -106,7 +106,8 @@ class Hidden:
         room = length - sum(map(len, (before, needle, question, target)))
         if room < 0:
             raise ProblemError(
-                f"a prompt of {length} tokens has no room: without a haystack it has {length - room} already."
+                f"a prompt of {length} tokens has no room: without a haystack it has {length - room} already. Expected "
+                "lengths of more than that."
             )
         cut = hay.cut(room, depth)
         context = [*before, *hay.tokens[:cut], *needle, *hay.tokens[cut:room]]

@@ -6,20 +6,18 @@ its own. So the first layer's call is kept in the mask, and one function of C++ 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import Tensor
 
-from regard.attention import attend
+from regard.attention import attend_not_ready
 from regard.backend.contract import Bound
 from regard.dispatch import ready
+from regard.plan.request import Request
 from regard.torch_internals import guard_of
 
 if TYPE_CHECKING:
     from regard.integrate.layer_mask import LayerMask
-
-_attend: Any = cast(Any, attend).__wrapped__
-"""`attend` without its advice on keywords that it does not have."""
 
 
 class KnownCall(NamedTuple):
@@ -53,7 +51,8 @@ def run_layer(q: Tensor, k: Tensor, v: Tensor, mask: "LayerMask", scale: float |
     """
     key, out = ready.run(q, k, v, mask.mask, scale, softcap, mask.offset, None)
     if out is None:
-        out = _attend(q, k, v, mask=mask.mask, scale=scale, softcap=softcap, offset=mask.offset)
+        call = Request(q, k, v, mask.mask, scale=scale, softcap=softcap, offset=mask.offset)
+        out = attend_not_ready(call, key)
     elif mask.known is None and type(key) is tuple and not (q.requires_grad or k.requires_grad or v.requires_grad):
         offset = cast(int, mask.offset)  # else the call is not ready
         if (is_like := guard_of(q, k, v)) is not None and (run := ready.bind(key, q, k, v)) is not None:

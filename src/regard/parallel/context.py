@@ -30,6 +30,7 @@ from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttenti
 from regard.nn.token_positions import tokens_at
 from regard.parallel.gather import gathered, summed
 from regard.parallel.layout import Layout
+from regard.parallel.ranks import check_initialized
 from regard.parallel.ring import ring_attend, ring_attend_state
 from regard.plan.request import Request
 from regard.state import State
@@ -107,6 +108,7 @@ class ContextParallel:
             raise ProblemError(f"context_parallel({type(ranks).__name__}): expected a DeviceMesh, a group or None.")
         if isinstance(layout, str) and layout not in (*LAYOUTS, "balanced"):
             raise ProblemError(f"layout={layout!r}: expected one of {', '.join((*LAYOUTS, 'balanced'))}, or a Layout.")
+        check_initialized("context_parallel")
         self.group, self._layout, self._mask = ranks, layout, mask
         self.rank, self.ranks = dist.get_rank(ranks), dist.get_world_size(ranks)
         self.shard: Shard | None = None

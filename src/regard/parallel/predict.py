@@ -16,7 +16,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Real
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from regard.cost.products import attention_flops
 from regard.cost.storage import item_bytes
 from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
+from regard.integers import is_integer
 from regard.parallel.layout import Layout, even_parts
 from regard.parallel.pair_counts import pair_counts, rank_pairs
 from regard.parallel.route import ring_steps
@@ -43,8 +45,9 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.bandwidth < math.inf:
-            raise ProblemError(f"link of {self.bandwidth} bytes/s: expected more than 0.")
+        rate = self.bandwidth
+        if not isinstance(cast(object, rate), Real) or isinstance(rate, bool) or not 0 < rate < math.inf:
+            raise ProblemError(f"link of {rate!r} bytes/s: expected a finite number above 0, such as 100e9.")
 
 
 class Sharded(NamedTuple):
@@ -78,14 +81,33 @@ def shardings(c: ModelCost, ranks: int, link: Link) -> Iterator[Sharded]:
         c: of one rank's machine.
 
     Raises:
-        ProblemError: there is no machine, or the model has no causal attention.
+        ProblemError: there is no machine, the model has no causal attention, or an argument is of another type.
 
     >>> from regard.cost import cost
     >>> c = cost("llama-3-1-8b", context=1 << 17, machine="h100")
     >>> [(s.name, round(s.balance, 2)) for s in shardings(c, 4, Link(100e9))][:2]
     [('ring, contiguous', 1.75), ('ring, zigzag', 1.0)]
     """
+    return _shardings(c, _checked_machine(c, ranks, link), ranks, link)
+
+
+def _shardings(c: ModelCost, machine: Machine, ranks: int, link: Link) -> Iterator[Sharded]:
     kinds = Counter(layer.attention for layer in c.model.layers if layer.attention)
+    for name in LAYOUTS:
+        yield _ring(c, machine, kinds, layout_of(name, c, ranks), name, link)
+    yield _ulysses(c, machine, kinds, ranks, link)
+
+
+def _checked_machine(c: ModelCost, ranks: int, link: Link) -> Machine:
+    """The machine of a rank.
+
+    Raises:
+        ProblemError: the model cannot be sharded over these ranks, or an argument is of another type.
+    """
+    for name, value, kind in (("c", c, ModelCost), ("link", link, Link)):
+        if not isinstance(cast(object, value), kind):
+            made = 'cost("llama-3-1-8b", machine="h100")' if kind is ModelCost else "Link(100e9)"
+            raise ProblemError(f"{name} is {value!r}: expected a {kind.__name__}, such as {made}.")
     if c.machine is None:
         raise ProblemError(f"{c.model.name} on several ranks: give the machine of a rank.")
     if c.model.encoder or any(layer.recurrent for layer in c.model.layers):
@@ -93,11 +115,9 @@ def shardings(c: ModelCost, ranks: int, link: Link) -> Iterator[Sharded]:
             f"{c.model.name} on several ranks: expected layers of attention alone; cross-attention and states, which "
             "pass from rank to rank, are not counted."
         )
-    if ranks < 2 or ranks > c.context:
-        raise ProblemError(f"{ranks} ranks for {c.context:,} tokens: expected 2 ranks or more, and a token for each.")
-    for name in LAYOUTS:
-        yield _ring(c, c.machine, kinds, layout_of(name, c, ranks), name, link)
-    yield _ulysses(c, c.machine, kinds, ranks, link)
+    if not is_integer(ranks, least=2) or ranks > c.context:
+        raise ProblemError(f"{ranks!r} ranks for {c.context:,} tokens: expected 2 ranks or more, and a token for each.")
+    return c.machine
 
 
 def layout_of(name: str, c: ModelCost, ranks: int) -> Layout:

@@ -115,6 +115,15 @@ class Known:
 _known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
 
 
+def check_initialized(function: str) -> None:
+    """Raise `ProblemError` unless there is a process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ProblemError(
+            f"{function} needs a process group: call torch.distributed.init_process_group first, in a program that "
+            "torchrun starts."
+        )
+
+
 class Ranks:
     """The ranks of a group, numbered from 0 in it.
 
@@ -127,11 +136,7 @@ class Ranks:
     number, text, seal = 0, "", 0  # of the call, once `agree` has begun it
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float, function: str) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ProblemError(
-                f"{function} needs a process group: call torch.distributed.init_process_group first, in a program that "
-                "torchrun starts."
-            )
+        check_initialized(function)
         if not isinstance(cast(object, timeout), Real) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
             raise ProblemError(f"timeout is {timeout!r}: expected seconds, a finite number above 0.")
         outside = cast(object, dist.GroupMember.NON_GROUP_MEMBER)  # what new_group returns to ranks that it leaves out

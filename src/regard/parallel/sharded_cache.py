@@ -64,6 +64,11 @@ class ShardedCache:
         group: ProcessGroup | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
+        if not isinstance(cast(object, cache), KVCache | None):
+            raise ProblemError(
+                f"cache is {type(cache).__name__}: expected the KVCache that stores this rank's tokens, or None for "
+                "KVCache()."
+            )
         self._cache = KVCache() if cache is None else cache
         layout, evict = self._cache.layout, self._cache.evict
         if not isinstance(layout, Contiguous | Paged | Latent) or evict is not None or self._cache.tokens_seen:

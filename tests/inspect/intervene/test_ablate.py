@@ -9,6 +9,7 @@ import torch
 from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_order, greedy
+from regard.inspect.intervene.importance import importance
 from regard.inspect.intervene.integrated import integrated
 from regard.inspect.intervene.loss import Effect, next_token_loss
 from regard.inspect.intervene.prune import prune_curve
@@ -223,3 +224,21 @@ def test_what_is_no_replacement_is_refused_at_once(by):
         ablation_effects(None, [texts()], torch.ones_like, by=by)
     with pytest.raises(ProblemError, match="expected 'zero', mean_outputs"), ablated(None, [], by):
         pass
+
+
+def test_what_is_no_model_is_refused_by_all_that_runs_one():
+    def loss_of(ids):
+        return torch.zeros(len(ids))
+
+    batches = [texts()]
+    calls = [
+        lambda: ablated("model", [(0, 0)]).__enter__(),
+        lambda: mean_outputs("model", batches, loss_of),
+        lambda: importance("model", batches, loss_of),
+        lambda: list(ablation_effects("model", batches, loss_of)),
+        lambda: integrated("model", batches, loss_of),
+        lambda: prune_curve("model", batches, loss_of, [(0, 0)]),
+    ]
+    for call in calls:
+        with pytest.raises(ProblemError, match=r"^model is 'model': expected an nn\.Module or None\.$"):
+            call()

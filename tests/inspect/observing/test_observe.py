@@ -12,6 +12,7 @@ from torch import nn
 from regard import Causal, attend
 from regard import attend as front_door
 from regard.calls import observe_calls
+from regard.dispatch import ready
 from regard.errors import ProblemError
 from regard.inspect.observing.observe import Look, observe
 from regard.scores import Additive
@@ -155,6 +156,7 @@ def test_outside_the_block_nothing_is_seen_and_attend_takes_no_lse(monkeypatch):
         return prepare(*args, **kwargs)
 
     monkeypatch.setitem(scope, "prepare", spy)
+    monkeypatch.setattr(ready, "run", lambda *call: (None, None))  # a ready call is not prepared
     model, x = Model(), torch.randn(1, 5, 6)
     model(x)
     with observe(model) as seen:

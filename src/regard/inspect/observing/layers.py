@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.describe.not_a_spec import received
+from regard.errors import ProblemError
+
 
 @dataclass(eq=False)
 class _Running:
@@ -98,13 +101,27 @@ def layer_number(path: str) -> int | None:
     return None if found is None else int(found.group(1))
 
 
+def check_module(model: object, hint: str = "") -> None:
+    """Raise `ProblemError` unless it is a module or None.
+
+    Args:
+        hint: the end of the message: what else to write.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise ProblemError(f"model is {received(model)}: expected an nn.Module or None{hint}.")
+
+
 @contextmanager
 def track_layers(model: nn.Module | None) -> Generator[LayerTracker]:
     """Within the block, the tracker knows which module of the model runs; without a model it counts calls.
 
     Modules that torch.compile compiled before run uncompiled within the block, as a compiled model hides its modules
     and its attention. All hooks are removed when the block ends.
+
+    Raises:
+        ProblemError: the model is no module.
     """
+    check_module(model)
     tracker = LayerTracker(of_model=model is not None)
     with ExitStack() as hooks:
         hooks.enter_context(_without_compile())

@@ -18,7 +18,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.names import Heads
 from regard.inspect.observing.disk import Parts
-from regard.inspect.observing.layers import LayerTracker, track_layers
+from regard.inspect.observing.layers import LayerTracker, check_module, track_layers
 from regard.inspect.observing.recorded import RecordedCall, To, heads_of_layer, recorder
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -161,11 +161,8 @@ def observe(
 
 def _check_model(model: object) -> None:
     """Raise `ProblemError` unless it is a module or None; names the argument that the value may be meant for."""
-    if model is None or isinstance(model, nn.Module):
-        return
     is_layers = index_of(model) is not None or isinstance(model, list | tuple | set | range)
-    hint = "; say layers=" if is_layers else "; say each=" if callable(model) else ""
-    raise ProblemError(f"model is {received(model)}: expected an nn.Module or None{hint}.")
+    check_module(model, "; say layers=" if is_layers else "; say each=" if callable(model) else "")
 
 
 def _layer_numbers(layers: int | Collection[int]) -> set[int]:
