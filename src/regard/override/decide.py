@@ -35,8 +35,8 @@ FEW = range(5, 25)
 """Queries for which torch's kernel is the faster one in float32, by 5 to 25 %, where nothing is hidden."""
 
 FEW_WITH_GRADIENTS = 3
-"""The most queries for which torch is the faster one in float32 with gradients: regard's backward pass computes 64 rows
-of queries at once, so forward and backward are 0.74 to 0.82 times as fast (AMD Zen 4)."""
+"""The most queries for which torch is the faster one in float32 with gradients: regard's backward pass computes whole
+vectors of rows, so forward and backward are 0.8 to 1.0 times as fast (Intel Xeon with AMX, 2 to 24 MiB of keys)."""
 
 LARGE_KEYS = 32 << 20
 """Bytes of keys from which regard is the faster one there too: 0.97 at 29 MiB, 1.3 at 37."""
