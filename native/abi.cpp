@@ -127,9 +127,12 @@ int64_t units_of(const Kernels &kernels, const regard_call &call, const regard_g
     return gradient ? kernels.backward_units(*gradient, half) : kernels.forward_units(call, half);
 }
 
+// Rows that share keys are counted in vectors of 16, as the widest kernels compute them, but for those of decoding.
 bool is_tiny(const regard_call &c, const regard_gradient *gradient) {
-    const double pairs = double(c.batch) * double(c.heads) * double(c.queries) * double(c.keys);
-    const bool decodes = !gradient && !sweep_of(c) && c.kv_heads && c.queries * (c.heads / c.kv_heads) <= 4;
+    const int64_t rows = c.kv_heads ? c.heads / c.kv_heads * c.queries : 0;
+    const bool decodes = !gradient && !sweep_of(c) && rows && rows <= 4;
+    const double computed = decodes ? double(rows) : 16 * double((rows + 15) / 16);
+    const double pairs = double(c.batch) * double(c.kv_heads) * computed * double(c.keys);
     return pairs * double(c.qk_dim + c.v_dim) * (gradient ? 3 : 1) < (decodes ? TINY_DECODE : TINY);
 }
 
