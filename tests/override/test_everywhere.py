@@ -103,6 +103,12 @@ def test_what_torch_does_better_or_otherwise_is_passed_on(name: str):
     assert reasons(run) == [why]
 
 
+def test_the_report_says_why_a_backend_refused_a_call():
+    q, k, v = qkv()
+    why = reasons(lambda: F.scaled_dot_product_attention(torch.complex(q, q).conj().imag, k, v))
+    assert why == ["native: a tensor is lazily negated, or of a class with a __torch_dispatch__ of its own"]
+
+
 def test_dropout_draws_what_it_draws_without_regard():
     inputs, found = qkv(), []
     for on in (False, True):
