@@ -360,6 +360,14 @@ attention_of_torch: Callable[..., Tensor] = partial(
 )
 """torch's own attention, also while another kernel is registered for it (`OpOverload._op_dk`; torch 2.0)."""
 
+kernels_of_attention: dict[Any, Any] = _find(
+    "torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache",
+    {},
+    "torch.compile keeps torch's attention inside regard.everywhere(), in a process that traced attention before",
+)
+"""Which kernel the tracer of aot_autograd calls for torch's attention, by dispatch key. It is looked up once, and torch
+forgets it only for kernels that were registered in Python by `py_impl` (`OpOverload._dispatch_cache`; torch 1.13)."""
+
 fused_attention_of_torch: Callable[..., tuple[Tensor, ...]] = _find(
     "torch._scaled_dot_product_flash_attention_for_cpu",
     lambda q, k, v, dropout, causal, *, scale: (attention_of_torch(q, k, v, None, dropout, causal, scale=scale),),

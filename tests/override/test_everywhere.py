@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -100,6 +101,12 @@ def with_weights(x: Tensor) -> Tensor:
 def test_what_torch_does_better_or_otherwise_is_passed_on(name: str):
     why, run = PASSED[name]
     assert reasons(run) == [why]
+
+
+def test_the_report_says_why_a_backend_refused_a_call():
+    q, k, v = qkv()
+    why = reasons(lambda: F.scaled_dot_product_attention(torch.complex(q, q).conj().imag, k, v))
+    assert why == ["native: a tensor is lazily negated, or of a class with a __torch_dispatch__ of its own"]
 
 
 def test_dropout_draws_what_it_draws_without_regard():
@@ -210,6 +217,30 @@ def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
             for a, b in zip(*(torch.autograd.grad(t.sin().sum(), q) for t in (ours, theirs)), strict=True):
                 torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
     assert any("traced" in row.form.text and row.form.why is None for row in caught.rows)
+
+
+def test_what_is_compiled_while_it_is_on_has_the_operator_also_after_torch_compiled_others():
+    """torch remembers which kernel it traced attention to; what it compiles afterwards is torch's again."""
+    q = of_size(2, 8, 256, 64)
+
+    def targets() -> set[str]:
+        found: set[str] = set()
+
+        def note(graph: torch.fx.GraphModule, _: object) -> Any:
+            found.update(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        torch.compiler.reset()
+        torch.compile(lambda t: F.scaled_dot_product_attention(t, t, t), backend=aot_autograd(fw_compiler=note))(q)
+        return found
+
+    before = targets()
+    with regard.everywhere() as caught:
+        inside = targets()
+    assert "regard.attend.default" in inside
+    assert any("traced" in row.form.text for row in caught.rows)
+    assert before == targets()
+    assert not any("regard" in target for target in before)
 
 
 def test_it_is_off_outside_and_for_good_until_it_is_turned_off():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from regard import RefusalError
+from regard.integrate import use_regard
 from regard.parallel import context_parallel
 
 transformers: Any = pytest.importorskip("transformers")
@@ -107,3 +108,19 @@ def test_embeddings_scaled_by_the_share_of_masked_tokens_are_refused():
             model(torch.full((1, 9), 5))
         with cp.sequence(9):
             pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "regard"])
+def test_packed_sequences_named_by_their_lengths_do_not_see_each_other(attention: str):
+    model = make("OPTForCausalLM", "OPTConfig", ffn_dim=48, word_embed_proj_dim=32)
+    parts = torch.randint(4, 67, (1, 30), generator=torch.Generator().manual_seed(1)).split((10, 20), dim=1)
+    ends = torch.tensor([0, 10, 30], dtype=torch.int32)
+    words: dict[str, Any] = {"position_ids": torch.cat([torch.arange(10), torch.arange(20)])[None]}
+    words |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20}
+    if attention == "regard":
+        use_regard(model)
+    with torch.no_grad():
+        alone = torch.cat([model(part).logits for part in parts], dim=1)
+        with context_parallel() as cp:
+            found = cp.unshard(model(input_ids=torch.cat(parts, dim=1), **words).logits)
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)

@@ -30,6 +30,7 @@ from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_late
 from regard.integrate.layer_call import run_layer
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
+from regard.integrate.packed import ids_of, kept_apart
 from regard.integrate.sinks import attend_with_sink, sink_of
 from regard.torch_internals import in_transform
 
@@ -58,13 +59,16 @@ def attention(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: (out [batch, queries, heads, v_dim], weights or None).
 
     `indices` [batch, queries, chosen] are the keys that an indexer chose for each query (DeepSeek sparse attention);
     those of them that the mask hides stay hidden. `position_ids`, `use_cache` and `sliding_window` have no effect
-    (`WITHOUT_EFFECT`); most models pass them, and names take less time than entries of `kwargs`.
+    (`WITHOUT_EFFECT`); most models pass them, and names take less time than entries of `kwargs`. `cu_seq_lens_q` and
+    `cu_seq_lens_k` [sequences + 1] are where packed sequences begin and end, which see nothing of each other then.
 
     The weights `[batch, heads, queries, keys]` are computed where `output_attentions` is true, before dropout.
 
@@ -72,6 +76,9 @@ def attention(
         RefusalError: a keyword that changes the result in a way that regard does not support.
         ProblemError: tensors or masks that do not fit each other.
     """
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:  # flash attention needs both
+        ids = ids_of(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], query.shape[2], key.shape[2])
+        attention_mask = kept_apart(attention_mask, ids, _is_causal(module, is_causal))
     if (
         type(attention_mask) is LayerMask
         and type(query) is type(key) is type(value) is Tensor
@@ -196,17 +203,21 @@ def _mask_of(
             )
         return None, TensorBias(given), 0
     # Without a mask the first query is at the first key, also where a static cache returns slots of future tokens.
-    causal = _is_causal_by_itself(module) if is_causal is None else is_causal
-    return (Causal() if causal and queries > 1 else None), None, 0
+    return (Causal() if _is_causal(module, is_causal) and queries > 1 else None), None, 0
 
 
-def _is_causal_by_itself(module: nn.Module) -> bool:
+def _is_causal(module: nn.Module, said: bool | None) -> bool:
     """Whether a module is causal where it gets no mask, though its eager attention would see all keys.
 
     A causal model of transformers gets a mask from regard in every call. Code that passes none was written for torch's
     kernel, which is causal then unless the module's `is_causal` is False. The classes of transformers without the
     attribute mean to see all: cross-attention to an image (Mllama). Other code without it relies on the kernel.
+
+    Args:
+        said: what the call says of itself.
     """
+    if said is not None:
+        return said
     causal = getattr(module, "is_causal", not _is_of_transformers(module))
     return causal and _model_type(module) not in UNMASKED_SEE_ALL
 

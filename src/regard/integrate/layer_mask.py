@@ -25,7 +25,7 @@ from transformers import masking_utils
 
 from regard.describe.mask import And, Mask, Not, Or
 from regard.describe.mask_by_rule import Causal, KeyLengths
-from regard.describe.mask_by_table import TensorMask
+from regard.describe.mask_by_table import Documents, TensorMask
 from regard.errors import RefusalError
 from regard.integrate.layer_call import KnownCall
 from regard.integrate.lazy import DenseOnUse
@@ -51,6 +51,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         call: its shape; an attribute is read faster than the property.
         offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
         known: the call of a layer under this mask, for the layers after it: see `regard.integrate.layer_call`.
+        packed: what `within` returned last, and for which ids.
 
     ```
     >>> from regard import Causal
@@ -84,6 +85,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         self._read, self.dropped = read, dropped
         self._by_rule: tuple[Mask | None] | None = None
         self.known: KnownCall | None = None
+        self.packed: tuple[Tensor, LayerMask] | None = None
 
     @property
     def mask_by_rule(self) -> Mask | None:
@@ -103,6 +105,33 @@ class LayerMask(DenseOnUse, _BlockMask):
     def ndim(self) -> int:
         """4, for GPT-2, which needs no dense mask for that."""
         return 4
+
+    def within(self, ids: Tensor) -> "LayerMask":
+        """The mask that also hides the tokens of other packed sequences: itself if it does so already.
+
+        Made once for all layers of a pass, which pass equal ids.
+
+        Args:
+            ids: the sequence of each token, [batch, tokens].
+        """
+        if torch.compiler.is_compiling():
+            return self._and(Documents(ids))
+        if any(type(part) is Documents and torch.equal(part.ids, ids) for part in _parts(self.mask)):
+            return self
+        if self.packed is None or not torch.equal(self.packed[0], ids):
+            self.packed = ids, self._and(Documents(ids))
+        return self.packed[1]
+
+    def _and(self, other: Mask) -> "LayerMask":
+        mask, read = other if self.mask is None else self.mask & other, self._read
+
+        def read_both() -> Mask:
+            by_rule = self.mask_by_rule
+            return other if by_rule is None else by_rule & other
+
+        return LayerMask(
+            mask, self.call, self.offset, self._device, self.padding, None if read is None else read_both, self.dropped
+        )
 
     def contiguous(self) -> "LayerMask":
         """Itself: `generate` calls it."""

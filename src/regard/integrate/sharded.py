@@ -119,7 +119,7 @@ def _masks(tokens: int, inputs: Inputs) -> Callable[..., Any]:
         _check_function(function)
         request = MaskRequest(function, batch, tokens, tokens, 0, 0, inputs.padding, by_vmap, device)
         mask = to_mask(request)
-        if inputs.documents is not None and _masks_get_positions():
+        if inputs.documents is not None and (inputs.by_lengths or _masks_get_positions()):
             mask = Documents(inputs.documents) if mask is None else mask & Documents(inputs.documents)
         return LayerMask(mask, (batch, 1, queries, keys), 0, device, padding)
 

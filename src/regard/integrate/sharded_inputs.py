@@ -20,6 +20,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_argument import NAMES
 from regard.integrate.implementation import names_in_forward
 from regard.integrate.mask_function import COMPUTE_WITH_MASKS
+from regard.integrate.packed import ids_of
 from regard.integrate.transformers import check_model
 
 IGNORED = -100
@@ -40,6 +41,7 @@ class Inputs:
         rest: arguments that are passed on.
         padding: bool [batch, tokens], where False is padding; None: there is none.
         documents: [batch, tokens] of packed sequences; None: there are none.
+        by_lengths: whether the call names them by their lengths; then every layer keeps them apart.
         ignored: the label of a token without a loss.
     """
 
@@ -47,6 +49,7 @@ class Inputs:
     positions: Tensor
     padding: Tensor | None
     documents: Tensor | None
+    by_lengths: bool
     labels: Tensor | None
     ignored: int
     items: Any
@@ -78,12 +81,14 @@ def read_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> In
         numbers = numbers.expand(whole.shape[0], -1)
     parameters = inspect.signature(model.forward).parameters
     ignored = arguments.pop("ignore_index", IGNORED)
+    documents = _documents(arguments, whole)
     is_packed = mask is None and positions is not None and not _caches(model, arguments)
     found = Inputs(
         tokens=tokens,
         positions=numbers,
         padding=padding,
-        documents=find_packed_sequence_indices(numbers) if is_packed else None,
+        documents=find_packed_sequence_indices(numbers) if documents is None and is_packed else documents,
+        by_lengths=documents is not None,
         labels=_next_tokens(arguments.pop("labels", None), arguments.pop("shift_labels", None), ignored),
         ignored=ignored,
         items=arguments.pop("num_items_in_batch", None),
@@ -119,6 +124,15 @@ def _caches(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether one process would use a cache: transformers looks for packed sequences only where it does not."""
     checkpoints = model.training and getattr(model, "is_gradient_checkpointing", False)
     return bool(arguments.get("use_cache", getattr(model.config, "use_cache", False))) and not checkpoints
+
+
+def _documents(arguments: dict[str, Any], whole: Tensor) -> Tensor | None:
+    """Packed sequences that the call names by their lengths, which are taken out of the arguments."""
+    q_ends, k_ends = arguments.pop("cu_seq_lens_q", None), arguments.pop("cu_seq_lens_k", None)
+    if q_ends is None or k_ends is None:
+        return None
+    batch, tokens = whole.shape[:2]
+    return ids_of(q_ends, k_ends, batch, tokens, tokens)
 
 
 def _padding(mask: Any, whole: Tensor) -> Tensor | None:

@@ -50,11 +50,18 @@ def attention(
         try:
             out = ours()
         except RegardError as error:
-            why = str(error).splitlines()[0]
+            why = _reason(error)
     if report.is_on() and query.ndim > 1:
         for row in report.count(query.shape, key.shape[-2], query, why, _kind(attn_mask, is_causal, out)):
             row.time(ours, theirs)
     return theirs() if out is None else out
+
+
+def _reason(error: RegardError) -> str:
+    """Why regard did not run a call, in one line: of a refusal what the backend says of itself."""
+    lines = str(error).splitlines()
+    of_backend = (line.strip() for line in lines if line.startswith("  native: "))
+    return next(of_backend, lines[0])
 
 
 def _kind(mask: Tensor | None, causal: bool, out: Tensor | None) -> str:

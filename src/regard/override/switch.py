@@ -22,6 +22,7 @@ from regard.override.small_calls import short_way
 from regard.torch_internals import (
     check_replaceable,
     encoder_layer_of_torch,
+    kernels_of_attention,
     packed_attention_of_torch,
     replace_in_torch,
 )
@@ -103,12 +104,14 @@ class _Process:
             self.library = torch.library.Library("aten", "IMPL")
             self.library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
             self.library.impl("scaled_dot_product_attention", attention_below_autograd, "CPU")
+            kernels_of_attention.clear()
             _replace(on=True)
             torch.compiler.config.cache_key_tag += CACHE_TAG
         elif not on and self.library is not None:
             _replace(on=False)
             torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(CACHE_TAG, "")
-            self.library = None  # last: what Ctrl-C interrupts is done again
+            self.library = None  # late: what Ctrl-C interrupts is done again
+            kernels_of_attention.clear()
         if F.multi_head_attention_forward in (forward_of_torch, forward_counted):
             F.multi_head_attention_forward = forward_counted if self.printing else forward_of_torch
 

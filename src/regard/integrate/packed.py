@@ -1,0 +1,62 @@
+"""Packed sequences that a call names by where they begin and end, `cu_seq_lens_q` and `cu_seq_lens_k`.
+
+transformers' flash attention computes each sequence by itself then: collators pass the numbers (transformers'
+`DataCollatorWithFlattening`, TRL's with `padding_free`), and models pass them on. Masks know of packed sequences by
+`position_ids` alone, and neither beside a cache or an `attention_mask`, nor in models that give their masks no
+positions (OPT, gpt-oss, ModernBERT). So the sequences of these numbers are kept apart besides what the mask says.
+"""
+
+import torch
+from torch import Tensor
+
+from regard.describe.mask_by_rule import Causal
+from regard.errors import ProblemError, RefusalError
+from regard.integrate.layer_mask import LayerMask
+
+
+def ids_of(q_ends: Tensor, k_ends: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+    """The sequence of each token, [batch, tokens], as transformers counts them: from 0.
+
+    Args:
+        q_ends: where the sequences begin and end in the rows of the batch, one after another: [sequences + 1], from 0.
+        k_ends: the same of the keys.
+
+    Raises:
+        RefusalError: the keys are not those of the queries.
+        ProblemError: numbers that are not of these tokens.
+    """
+    if not torch.compiler.is_compiling():
+        _check(q_ends, k_ends, batch, queries, keys)
+    at = torch.arange(batch * queries, dtype=q_ends.dtype, device=q_ends.device)
+    return torch.searchsorted(q_ends[1:].contiguous(), at, right=True).reshape(batch, queries)
+
+
+def _check(q_ends: Tensor, k_ends: Tensor, batch: int, queries: int, keys: int) -> None:
+    if queries != keys or not (q_ends is k_ends or torch.equal(q_ends, k_ends)):
+        raise RefusalError(
+            f"cu_seq_lens_q and cu_seq_lens_k with {queries} queries and {keys} keys: regard takes packed sequences of "
+            "this call's own tokens alone. Leave past_key_values out, and pass the same numbers for both."
+        )
+    ends = q_ends.tolist()
+    if ends[:1] != [0] or ends[-1] != batch * queries or ends != sorted(ends):
+        shown = f"{str(ends[:8])[:-1]}, ...]" if len(ends) > 8 else str(ends)
+        raise ProblemError(
+            f"cu_seq_lens_q is {shown} and the call has {batch} x {queries} tokens: expected where each packed "
+            f"sequence begins, from 0 in increasing order, and {batch * queries} at the end."
+        )
+
+
+def kept_apart(mask: LayerMask | Tensor | None, ids: Tensor, is_causal: bool) -> LayerMask | Tensor:
+    """What the attention function was given as the mask, hiding the other sequences besides.
+
+    Args:
+        ids: of `ids_of`.
+        is_causal: of a call without a mask.
+    """
+    if mask is None:
+        (batch, tokens), rule = ids.shape, Causal() if is_causal else None
+        mask = LayerMask(rule, (batch, 1, tokens, tokens), 0, ids.device)
+    if isinstance(mask, LayerMask):
+        return mask.within(ids)
+    same = (ids[:, None, :, None] == ids[:, None, None, :]).to(mask.device)
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, float("-inf"))
