@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard import Alibi, Causal, T5Bias, TensorBias, TensorMask, check_mask
+from regard import Alibi, Causal, MaskFunction, T5Bias, TensorBias, TensorMask, check_mask
 from regard.describe.bias import Sum
 from regard.describe.mask import CallSizes, Rectangles
 from regard.describe.score_function import ScoreFunction
@@ -17,6 +17,15 @@ def test_what_is_the_same_for_all_heads_stays_as_it_is():
     bias = TensorBias(torch.randn(29, 29), 0)
     assert bias_of_heads(bias, (1,)) is bias
     assert mask_of_heads(Causal(), (1,)) == Causal()
+
+
+def test_the_only_head_of_a_call_may_be_taken_twice():
+    """Its mask has one head, and reads the number of the head: the second is head 0 as well."""
+    mask = MaskFunction(lambda b, h, q, k: (k + h) % 2 == 0)
+    twice = mask_of_heads(mask, (0, 0))
+    assert twice is not None
+    head, key = torch.arange(2)[:, None], torch.arange(5)
+    assert torch.equal(twice.keep(0, head, 0, key), (key % 2 == 0).expand(2, 5))
 
 
 @pytest.mark.parametrize("heads", CHOSEN)

@@ -580,6 +580,15 @@ def test_derivatives_of_every_order_and_direction(mask: Any):
     assert torch.autograd.gradgradcheck(function, (q, k, v, sink, bias))
 
 
+def test_a_call_that_sees_nothing_has_second_derivatives_of_zero():
+    """A gradient penalty takes them, and a whole batch may be padding."""
+    leaves = small(1, 2, 3, 4), small(1, 2, 3, 4), small(1, 2, 3, 4), small(2)
+    out = attend(*leaves[:3], mask=Causal(), offset=-3, sink=leaves[3], backend="reference")
+    first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(torch.stack([grad.square().sum() for grad in first]).sum(), leaves)
+    assert not any(bool(grad.any()) for grad in (*first, *second))
+
+
 def test_the_log_sum_exp_is_differentiable():
     q, k, v = small(1, 2, 4, 3), small(1, 1, 5, 3), small(1, 1, 5, 2)
     assert torch.autograd.gradcheck(lambda *t: attend_state(*t, mask=Causal()).lse, (q, k, v))

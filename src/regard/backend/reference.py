@@ -333,12 +333,16 @@ def _joined(states: list[State], dim: int) -> State:
 
 
 def _nothing(problem: Problem, operands: Operands) -> State:
-    """The state of a call that keeps no pair: out 0, lse -inf, and gradients 0 rather than none."""
+    """The state of a call that keeps no pair: out 0, lse -inf, and gradients of any order 0 rather than none.
+
+    The tie is a square, since autograd has no second derivative of a sum.
+    """
     sizes = (problem.batch, problem.heads, problem.queries)
     tied = [operands.q, operands.k, operands.v, *([] if operands.bias is None else operands.bias.tensors())]
     tied += [] if operands.sink is None else [operands.sink]
     tied += [] if operands.score is None else operands.score.tensors()
-    zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
+    zeros = (torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0) for t in tied)
+    zero = sum(each.square().sum().to(problem.dtype) for each in zeros)
     lse = torch.full(sizes, -torch.inf, dtype=wide_of(problem.dtype), device=operands.q.device)
     out = torch.zeros((*sizes, problem.v_dim), dtype=problem.dtype, device=operands.q.device)
     return State(out + zero, lse + zero)

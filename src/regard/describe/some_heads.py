@@ -88,8 +88,12 @@ class BiasOfHeads(Bias):
 
 
 def mask_of_heads(mask: Mask | None, heads: tuple[int, ...]) -> Mask | None:
-    """The mask of a call, which is bound to it, for these query heads."""
-    return mask if mask is None or broadcast_shape_of(mask)[1] == 1 else MaskOfHeads(mask, heads)
+    """The mask of a call, which is bound to it, for these query heads.
+
+    A mask of one head is that of every head, or of a call with one head: then it may read h, which has to stay 0.
+    """
+    of_every_head = mask is not None and broadcast_shape_of(mask)[1] == 1 and (len(heads) == 1 or any(heads))
+    return mask if mask is None or of_every_head else MaskOfHeads(mask, heads)
 
 
 def bias_of_heads(bias: Bias | None, heads: tuple[int, ...]) -> Bias | None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regard import Causal, MaskFunction, Window, attend
+from regard import Causal, MaskFunction, TensorMask, Window, attend
 from regard.errors import ProblemError
 from regard.inspect.measures import (
     Inputs,
@@ -207,6 +207,17 @@ def test_what_bounds_leave_open_is_looked_at_pair_by_pair():
         mask = MaskFunction(lambda b, h, q, k, ahead=ahead: k <= q + ahead * (q == 5))
         weights = Weights.of(called(torch.randn(1, 2, 9, 3), torch.randn(1, 2, 9, 3), mask=mask))
         assert looks_ahead(weights) == bool(ahead)
+
+
+def test_rows_before_all_keys_look_ahead():
+    """The first rows of more queries than keys are at negative positions; the mask has several blocks of keys."""
+    q, k = torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 200, 4)
+    weights = Weights.of(called(q, k, mask=TensorMask(torch.ones(5, 200, dtype=torch.bool)), offset=-10))
+    assert looks_ahead(weights)
+    with pytest.raises(ProblemError, match="later keys"):
+        mean_distance(Inputs(weights))
+    nothing = TensorMask(torch.zeros(5, 20, dtype=torch.bool))
+    assert not looks_ahead(Weights.of(called(q, k[:, :, :20], mask=nothing, offset=-10)))
 
 
 def test_a_head_that_looks_at_the_rarest_token():

@@ -169,7 +169,7 @@ def _some_later(weights: Weights, mask: Mask, rows: Ints) -> Bools:
     """For each row, whether by the bounds some head may see a later key."""
     batch, heads = _mask_sizes(weights)
     b, h, i = (axis.ravel() for axis in np.meshgrid(np.arange(batch), np.arange(heads), rows, indexing="ij"))
-    at, next_key = i + weights.offset, i + weights.first_position + 1
+    at, next_key = i + weights.offset, np.maximum(i + weights.first_position + 1, 0)  # rows may be before all keys
     keys = np.full_like(i, weights.shape[3])
     some, _ = mask.bounds(Rectangles(b + weights.sequence, h, at, at + 1, next_key, keys))
     return np.logical_or.reduce(some.reshape(batch * heads, len(rows)), axis=0)
