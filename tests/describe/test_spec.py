@@ -167,6 +167,18 @@ def test_tensors_on_a_device_are_known_by_identity_and_version(monkeypatch: pyte
     assert content_key(lengths) != before
 
 
+def test_freed_memory_that_a_tensor_on_a_device_gets_again_is_other_content(monkeypatch: pytest.MonkeyPatch):
+    for question in ("_is_plain", "_is_on_host"):
+        monkeypatch.setattr(tensors, question, lambda t: False)
+    table, addresses, keys = torch.zeros(1024), set[int](), set[Any]()
+    for number in range(50):
+        table.data = torch.full((1024,), float(number))
+        addresses.add(table.data_ptr())
+        keys.add(content_key(table))
+        assert content_key(table) in keys
+    assert len(keys) == 50 > len(addresses)
+
+
 def test_the_view_of_a_tensor_on_a_device_is_one_tensor_until_its_memory_is_another(monkeypatch: pytest.MonkeyPatch):
     for question in ("_is_plain", "_is_on_host"):
         monkeypatch.setattr(tensors, question, lambda t: False)

@@ -5,7 +5,7 @@ of the elements: a write to them, in place, through `.data`, or through a numpy 
 different description. The digest costs little: 16 MiB take 0.4 ms (`./bench schedules`).
 
 Elsewhere (CUDA, ...) a digest would wait for the device, so a tensor there is identified by identity, by the version
-that in-place operations increment, and by its address, which another tensor assigned to `.data` changes. **On a GPU,
+that in-place operations increment, and by its memory, which is another after an assignment to `.data`. **On a GPU,
 never write to elements of a mask's tensor through `.data`: torch counts no version there.**
 
 A content key keeps no tensor alive, so neither does a cache whose keys have content keys.
@@ -45,6 +45,8 @@ _serials = itertools.count()
 _serial_of = WeakIdKeyDictionary()
 _derived = WeakIdKeyDictionary()
 _views = WeakIdKeyDictionary()
+_memory_of = WeakIdKeyDictionary()
+"""The number of each storage: an address may be that of memory that was freed."""
 
 _read: ContextVar[dict[int, tuple[Tensor, "ContentKey"]] | None] = ContextVar("read", default=None)
 """The tensors read within `unchanged`, and their content keys."""
@@ -174,7 +176,7 @@ def derived_view(tensor: Tensor, name: str, make: Callable[[Tensor], Tensor]) ->
     if not _is_by_identity(tensor):
         return make(tensor)
     kept = cast("dict[str, tuple[Hashable, Tensor]]", _views.setdefault(tensor, {}))
-    now = _address(tensor), tensor.shape, tensor.stride()
+    now = _place(tensor), tensor.shape, tensor.stride()
     if (found := kept.get(name)) is None or found[0] != now:
         # A view of `tensor` could keep it alive, and so itself.
         found = kept[name] = now, make(tensor.detach())
@@ -254,7 +256,7 @@ def _content(tensor: Tensor) -> Hashable:
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:  # several tensors inside
         return Untraceable()
     if _is_by_identity(tensor):
-        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor), _address(tensor)
+        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor), _place(tensor)
     try:
         return digest(tensor), ClassRef(type(tensor))
     except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that wraps other tensors
@@ -266,14 +268,18 @@ def _is_by_identity(tensor: Tensor) -> bool:
     return is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor)
 
 
-def _address(tensor: Tensor) -> int:
-    """Where its elements are, 0 where it has none of its own: `tensor.data = other` changes it, and no version."""
+def _place(tensor: Tensor) -> Hashable:
+    """Where its elements are, None where it has none of its own: `tensor.data = other` changes it, and no version.
+
+    Memory that was freed is soon given to another tensor, so an address alone would take it for the same elements.
+    """
     if is_without_data(tensor) or is_func_wrapper(tensor):
-        return 0
+        return None
     try:
-        return tensor.data_ptr()
+        storage, address = tensor.untyped_storage(), tensor.data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
-        return 0
+        return None
+    return cast(int, _memory_of.setdefault(storage, next(_serials))), address
 
 
 def _is_on_host(tensor: Tensor) -> bool:
