@@ -308,6 +308,18 @@ def test_saved_tensors_may_come_back_in_another_layout(engine: str, name: str):
         assert torch.equal(found, right)
 
 
+def test_saved_tensors_may_come_back_as_zeros_without_memory():
+    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (70, 90, 90))
+
+    def gradients(zeros: Any) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(same, lambda t: zeros(t.shape) if t.shape[2:] == (90, 16) else t):
+            out = attend(q, k, v, backend=BEST)
+        return torch.autograd.grad(out.sin().sum(), (q, k, v))
+
+    for found, right in zip(gradients(torch._efficientzerotensor), gradients(torch.zeros), strict=True):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -320,8 +332,9 @@ def test_saved_tensors_may_come_back_in_another_layout(engine: str, name: str):
         (lambda t: t.half() if t.shape[2:] == (70, 8) else t, r"out was saved .* came back as .*float16"),
         (lambda t: t[..., :9] if t.ndim == 3 else t, r"lse was saved .* came back as .* \[1, 2, 9\]"),
         (lambda t: t.to("meta"), r"q was saved .* came back as .* on meta"),
+        (lambda t: t.to_sparse(), r"q was saved .* came back as .* on cpu, torch.sparse_coo: expected .* a dense tensor"),
     ],
-    ids=["bfloat16", "float64", "keys", "sink", "distance", "bias", "out", "lse", "meta"],
+    ids=["bfloat16", "float64", "keys", "sink", "distance", "bias", "out", "lse", "meta", "sparse"],
 )
 def test_saved_tensors_that_come_back_as_others_are_an_error(change: Any, says: str):
     q, k, v = (torch.randn(1, 2, n, dim, requires_grad=True) for n, dim in ((70, 16), (90, 16), (90, 8)))

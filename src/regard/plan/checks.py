@@ -25,6 +25,7 @@ from regard.torch_internals import (
     FunctionalTensor,
     in_transform,
     is_batched,
+    resolve_lazy,
     without_gradient_wrappers,
 )
 from regard.wide import wide_of
@@ -331,10 +332,11 @@ class Saved(NamedTuple):
 
     def _refuse(self, name: str, form: tuple[torch.Size, torch.dtype], t: Tensor) -> NoReturn:
         shape, dtype = form
+        layout = "" if t.layout is torch.strided else f", {t.layout}"
         raise ProblemError(
             f"{name} was saved for the backward pass as {dtype} {list(shape)} on {self.device}, and came back "
-            f"as {type(t).__name__}, {t.dtype} {list(t.shape)} on {t.device}: expected from the unpack of "
-            "saved_tensors_hooks a tensor of the type, shape and device that its pack got."
+            f"as {type(t).__name__}, {t.dtype} {list(t.shape)} on {t.device}{layout}: expected from the unpack of "
+            "saved_tensors_hooks a dense tensor of the type, shape and device that its pack got."
         )
 
     def given_back(self, saved: Sequence[Any], *, distance_learns: bool) -> list[Any]:
@@ -343,7 +345,7 @@ class Saved(NamedTuple):
         `torch.autograd.graph.saved_tensors_hooks` give back what a user's function returns.
 
         Raises:
-            ProblemError: a tensor has not the type, the shape or the device that it was saved with.
+            ProblemError: a tensor is not dense, or has not the type, the shape or the device that it was saved with.
         """
         rows, wide = self.q[:3], wide_of(self.dtype)
         forms = (
@@ -356,9 +358,10 @@ class Saved(NamedTuple):
                 found.append(None)
                 continue
             is_other_class = type(t) is not Tensor and has_own_operators(t) and not self.has_own_operators
-            if (t.shape, t.dtype) != form or t.device != self.device or is_other_class:
+            is_like = (t.shape, t.dtype) == form and t.device == self.device and t.layout is torch.strided
+            if not is_like or is_other_class:
                 self._refuse(SAVED[number], cast("tuple[torch.Size, torch.dtype]", form), t)
-            found.append(t.resolve_neg())
+            found.append(resolve_lazy(t))
         q, k, v, sink, distance, bias, out, lse = found
         q, k, v, out = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, out))
         if distance is not None and (distance_learns or distance.stride(1) != 1):
