@@ -316,7 +316,7 @@ def test_saved_tensors_may_come_back_as_zeros_without_memory():
             out = attend(q, k, v, backend=BEST)
         return torch.autograd.grad(out.sin().sum(), (q, k, v))
 
-    for found, right in zip(gradients(torch._efficientzerotensor), gradients(torch.zeros), strict=True):
+    for found, right in zip(gradients(cast(Any, torch)._efficientzerotensor), gradients(torch.zeros), strict=True):
         assert torch.equal(found, right)
 
 
@@ -332,7 +332,10 @@ def test_saved_tensors_may_come_back_as_zeros_without_memory():
         (lambda t: t.half() if t.shape[2:] == (70, 8) else t, r"out was saved .* came back as .*float16"),
         (lambda t: t[..., :9] if t.ndim == 3 else t, r"lse was saved .* came back as .* \[1, 2, 9\]"),
         (lambda t: t.to("meta"), r"q was saved .* came back as .* on meta"),
-        (lambda t: t.to_sparse(), r"q was saved .* came back as .* on cpu, torch.sparse_coo: expected .* a dense tensor"),
+        (
+            lambda t: t.to_sparse(),
+            r"q was saved .* came back as .* on cpu, torch.sparse_coo: expected .* a dense tensor",
+        ),
     ],
     ids=["bfloat16", "float64", "keys", "sink", "distance", "bias", "out", "lse", "meta", "sparse"],
 )
