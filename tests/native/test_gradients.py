@@ -1,6 +1,6 @@
 """Gradients of every word and tensor, against finite differences and the formula in float64."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch

@@ -6,10 +6,13 @@ transformers' flash attention computes each sequence by itself then: collators p
 positions (OPT, gpt-oss, ModernBERT). So the sequences of these numbers are kept apart besides what the mask says.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from regard.describe.mask_by_rule import Causal
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.layer_mask import LayerMask
 
@@ -32,6 +35,9 @@ def ids_of(q_ends: Tensor, k_ends: Tensor, batch: int, queries: int, keys: int) 
 
 
 def _check(q_ends: Tensor, k_ends: Tensor, batch: int, queries: int, keys: int) -> None:
+    for name, ends in (("cu_seq_lens_q", q_ends), ("cu_seq_lens_k", k_ends)):
+        if not isinstance(cast(object, ends), Tensor) or ends.ndim != 1 or ends.dtype not in (torch.int32, torch.int64):
+            raise ProblemError(f"{name} is {received(ends)}: expected a tensor of int32 or int64, [sequences + 1].")
     if queries != keys or not (q_ends is k_ends or torch.equal(q_ends, k_ends)):
         raise RefusalError(
             f"cu_seq_lens_q and cu_seq_lens_k with {queries} queries and {keys} keys: regard takes packed sequences of "
@@ -59,4 +65,6 @@ def kept_apart(mask: LayerMask | Tensor | None, ids: Tensor, is_causal: bool) ->
     if isinstance(mask, LayerMask):
         return mask.within(ids)
     same = (ids[:, None, :, None] == ids[:, None, None, :]).to(mask.device)
-    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, float("-inf"))
+    if mask.is_floating_point():
+        return mask.masked_fill(~same, float("-inf"))
+    return mask & same if mask.dtype == torch.bool else mask  # of another type, which the caller refuses
