@@ -113,13 +113,13 @@ def test_numbers_that_are_not_of_these_tokens_are_a_problem(ends: list[int]):
 @pytest.mark.parametrize("given", [[0, 7, 13], torch.tensor(13), torch.tensor([[0, 13]]), ENDS.float()], ids=str)
 def test_numbers_that_are_no_list_of_integers_in_a_tensor_are_a_problem(given: Any):
     q = torch.randn(1, 2, 13, 8)
-    with pytest.raises(ProblemError, match="cu_seq_lens_q is .* expected a tensor of int32 or int64"):
+    with pytest.raises(ProblemError, match=r"cu_seq_lens_q is .* expected a tensor of int32 or int64"):
         attention(Plain(), q, q, q, None, cu_seq_lens_q=given, cu_seq_lens_k=given)
 
 
 def test_a_mask_of_integers_is_refused_as_without_packed_sequences():
     q, mask = torch.randn(1, 2, 13, 8), torch.ones(1, 1, 13, 13, dtype=torch.int64)
-    with pytest.raises(ProblemError, match="attention_mask is torch.int64"):
+    with pytest.raises(ProblemError, match=r"attention_mask is torch\.int64"):
         attention(Plain(), q, q, q, mask, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS)
 
 
