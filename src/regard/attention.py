@@ -149,7 +149,7 @@ def attend(
 def attend_not_ready(request: Request, key: ready.AnyKey | None) -> Tensor:
     """The output of a call over tensors that `ready.run` did not run, and the key that it gave.
 
-    For callers that have asked it: it reads the content of a mask, which takes longer the longer the mask is.
+    For callers that have called `ready.run`: to call it again would read the content of the mask twice.
     """
     if is_any_autocast_enabled():
         q, k, v = cast_by_autocast(request.q, request.k, request.v)

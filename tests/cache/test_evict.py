@@ -682,18 +682,30 @@ class Choosing(LongestValues):
         (lambda kept: kept.double(), r"float64 \[2, 3, 8\] on cpu"),
         (lambda kept: torch.ones(2, 3, 20, dtype=torch.bool), r"bool \[2, 3, 20\] on cpu"),
         (lambda kept: kept.tolist(), "list"),
+        (lambda kept: kept.to("meta"), r"int64 \[2, 3, 8\] on meta"),
         (lambda kept: kept + 20, r"int64 \[2, 3, 8\] on cpu, tokens from 2\d to 39"),
         (lambda kept: kept - 20, r"int64 \[2, 3, 8\] on cpu, tokens from -\d+ to -1"),
         (lambda kept: kept.flip(2), r"int64 \[2, 3, 8\] on cpu, tokens from \d+ to 19"),
         (lambda kept: kept * 0, r"int64 \[2, 3, 8\] on cpu, tokens from 0 to 0"),
     ],
-    ids=["rows alone", "one head", "floats", "bools", "a list", "too high", "negative", "descending", "twice"],
+    ids=[
+        "rows alone",
+        "one head",
+        "floats",
+        "bools",
+        "a list",
+        "device",
+        "too high",
+        "negative",
+        "descending",
+        "twice",
+    ],
 )
 def test_tokens_that_cannot_be_kept_are_refused(layout: Paged | None, function: Callable[[Any], Any], found: str):
     cache, k = KVCache(layout, evict=Choosing(8, function=function)), torch.randn(2, 3, 20, 16)
     k[:, :, -1] = 9  # the last token stays
     cache.append(k, k)
-    expected = r"expected the tokens to keep of each key head, int64 \[batch, kv_heads, kept\] = \[2, 3, kept\], asc"
+    expected = r"expected the tokens to keep of each key head, int64 \[batch, kv_heads, kept\] = \[2, 3, kept\] on cpu"
     with pytest.raises(ProblemError, match=rf"^State\.choose\(store, coming\) returned {found}: {expected}"):
         cache.forget()
     assert cache.tokens == 20

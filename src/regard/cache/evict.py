@@ -196,17 +196,18 @@ class EvictionState(Generic[E]):
 
 def check_chosen(state: object, index: object, store: Store) -> None:
     """Raise `ProblemError` unless the tokens that the `choose` of a user's state gave can be kept."""
-    batch, kv_heads, tokens = store.form.batch, store.form.kv_heads, store.tokens
+    batch, kv_heads, tokens, device = store.form.batch, store.form.kv_heads, store.tokens, store.form.device
     found = describe_tensor(index) if isinstance(index, Tensor) else type(index).__name__
-    if isinstance(index, Tensor) and index.dtype == torch.int64 and index.shape[:-1] == (batch, kv_heads):
+    form = torch.int64, device, (batch, kv_heads)
+    if isinstance(index, Tensor) and (index.dtype, index.device, index.shape[:-1]) == form:
         before, after = index.new_full((batch, kv_heads, 1), -1), index.new_full((batch, kv_heads, 1), tokens)
         if bool((torch.cat((before, index, after), 2).diff(dim=2) > 0).all()):
             return
         found += f", tokens from {int(index.min())} to {int(index.max())}"
     raise ProblemError(
         f"{type(state).__name__}.choose(store, coming) returned {found}: expected the tokens to keep of each key head, "
-        f"int64 [batch, kv_heads, kept] = [{batch}, {kv_heads}, kept], ascending, from 0 to {tokens - 1}; or None to "
-        "keep all."
+        f"int64 [batch, kv_heads, kept] = [{batch}, {kv_heads}, kept] on {device}, ascending, from 0 to {tokens - 1}; "
+        "or None to keep all."
     )
 
 

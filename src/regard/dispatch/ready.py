@@ -41,7 +41,7 @@ guard that does not fit costs 0.3 us, to make one 20."""
 Key: TypeAlias = tuple[Any, ...]
 
 _LEARNS = -5
-"""The number in a key that says whether autograd will differentiate the call."""
+"""Where a key says whether autograd will differentiate the call, counted from its end."""
 
 AnyKey: TypeAlias = Key | TensorsKey
 """The key of a call, and of one that has more tensors; no call has both."""
