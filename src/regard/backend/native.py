@@ -45,8 +45,8 @@ from regard.backend.native_inputs import (
 from regard.backend.native_repeated import (
     Like,
     repeated,
-    repeated_differentiably,
     repeated_stored,
+    repeated_with_gradients,
     repeated_with_tensors,
 )
 from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
@@ -151,7 +151,7 @@ class _Kernel:
         if (p.storage is None) != (operands.stored is None) or (p.grad and operands.stored is not None):
             return None
         if p.grad:
-            return repeated_differentiably(self._differentiated, tiles, queries)
+            return repeated_with_gradients(self._with_gradients, tiles, queries)
         by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
         if operands.stored is not None:
             return repeated_stored(self.attend, partial(opened_over, self.entry, self.packed), tiles, by_head, by_token)
@@ -307,7 +307,7 @@ class _Kernel:
         call = _Call(self, self._tiles(operands), operands.offset, seed, is_part, state)
         return State(*cast("tuple[Tensor, Tensor]", _Attention.apply(call, *inputs[:6])))
 
-    def _differentiated(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, offset: int) -> Tensor:
+    def _with_gradients(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, offset: int) -> Tensor:
         """The output of a call of nothing but these, which learn."""
         call = _Call(self, tiles, offset, seed=0, is_part=False, state=None)
         out, _ = cast("tuple[Tensor, Tensor]", _Attention.apply(call, q, k, v, None, None, None))

@@ -38,11 +38,11 @@ def repeated(attend: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: L
     return Repeated(_run(attend, form, tiles, by_head, by_token), _bind(attend, form, tiles, by_head, by_token))
 
 
-Differentiated: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tiles, int], Tensor]
+WithGradients: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tiles, int], Tensor]
 """The output of q, k and v under tiles and at an offset, which autograd knows."""
 
 
-def repeated_differentiably(differentiated: Differentiated, tiles: Tiles, queries: int) -> Repeated:
+def repeated_with_gradients(with_gradients: WithGradients, tiles: Tiles, queries: int) -> Repeated:
     """The same where q, k or v learn."""
 
     def again(q: Tensor, k: Tensor, v: Tensor, keys: int, offset: int | None) -> Tensor | None:
@@ -53,7 +53,7 @@ def repeated_differentiably(differentiated: Differentiated, tiles: Tiles, querie
             return None
         if not (is_in_place and has_memory):
             return None
-        return differentiated(q, k, v, tiles, keys - queries if offset is None else offset)
+        return with_gradients(q, k, v, tiles, keys - queries if offset is None else offset)
 
     return Repeated(again, _bind_nothing)
 
