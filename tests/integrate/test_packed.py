@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
 from regard import Causal, ProblemError, RefusalError
+from regard.integrate import packed as packing
 from regard.integrate.attention_function import attention
 from regard.integrate.layer_mask import LayerMask
+from regard.integrate.packed import ids_of
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import VOCABULARY, both, close, model
 
@@ -57,6 +59,24 @@ def test_the_layers_of_a_pass_share_one_mask():
     assert first is second
     assert first.within(torch.tensor([[0] * 7 + [1] * 6])) is first
     assert given.within(torch.tensor([[0] * 6 + [1] * 7])) is not first
+
+
+def test_the_numbers_are_read_once_for_all_layers_of_a_pass_and_again_once_they_changed(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(packing, "ids_of", lambda *given: (calls.append(given), ids_of(*given))[1])
+    m = use_regard(model("opt"))
+    assert m.config.num_hidden_layers > 1
+    with torch.no_grad():
+        m(**packed())
+    assert len(calls) == 1
+    q, mask, ends = torch.randn(1, 2, 13, 8), LayerMask(Causal(), (1, 1, 13, 13), 0, "cpu"), ENDS.clone()
+    first, again = (attention(Plain(), q, q, q, mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends)[0] for _ in range(2))
+    ends[1] = 5
+    other, _ = attention(Plain(), q, q, q, mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    assert len(calls) == 3
+    assert torch.equal(first, again)
+    assert torch.equal(other[:, :5], first[:, :5])
+    assert not torch.equal(other[:, 5:7], first[:, 5:7])
 
 
 class Plain(nn.Module):

@@ -30,7 +30,7 @@ from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_late
 from regard.integrate.layer_call import run_layer
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
-from regard.integrate.packed import ids_of, kept_apart
+from regard.integrate.packed import kept_apart
 from regard.integrate.sinks import attend_with_sink, sink_of
 from regard.torch_internals import in_transform
 
@@ -77,8 +77,8 @@ def attention(
         ProblemError: tensors or masks that do not fit each other.
     """
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:  # flash attention needs both
-        ids = ids_of(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], query.shape[2], key.shape[2])
-        attention_mask = kept_apart(attention_mask, ids, _is_causal(module, is_causal))
+        sizes, causal = (query.shape[0], query.shape[2], key.shape[2]), _is_causal(module, is_causal)
+        attention_mask = kept_apart(attention_mask, cu_seq_lens_q, cu_seq_lens_k, sizes, causal)
     if (
         type(attention_mask) is LayerMask
         and type(query) is type(key) is type(value) is Tensor

@@ -52,6 +52,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
         known: the call of a layer under this mask, for the layers after it: see `regard.integrate.layer_call`.
         packed: what `within` returned last, and for which ids.
+        packed_by: the same for the numbers of `regard.integrate.packed.kept_apart`, with their versions and sizes.
 
     ```
     >>> from regard import Causal
@@ -86,6 +87,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         self._by_rule: tuple[Mask | None] | None = None
         self.known: KnownCall | None = None
         self.packed: tuple[Tensor, LayerMask] | None = None
+        self.packed_by: tuple[Tensor, Tensor, object, LayerMask] | None = None
 
     @property
     def mask_by_rule(self) -> Mask | None:

@@ -15,6 +15,7 @@ from regard.describe.mask_by_rule import Causal
 from regard.describe.not_a_spec import received
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.layer_mask import LayerMask
+from regard.torch_internals import version
 
 
 def ids_of(q_ends: Tensor, k_ends: Tensor, batch: int, queries: int, keys: int) -> Tensor:
@@ -52,13 +53,30 @@ def _check(q_ends: Tensor, k_ends: Tensor, batch: int, queries: int, keys: int) 
         )
 
 
-def kept_apart(mask: LayerMask | Tensor | None, ids: Tensor, is_causal: bool) -> LayerMask | Tensor:
+def kept_apart(
+    mask: LayerMask | Tensor | None, q_ends: Tensor, k_ends: Tensor, sizes: tuple[int, int, int], is_causal: bool
+) -> LayerMask | Tensor:
     """What the attention function was given as the mask, hiding the other sequences besides.
 
+    The layers of a pass share a `LayerMask` and the numbers, which are read in the first layer only: on a GPU the host
+    waits for them.
+
     Args:
-        ids: of `ids_of`.
+        sizes: batch, queries and keys.
         is_causal: of a call without a mask.
+
+    Raises:
+        RefusalError, ProblemError: those of `ids_of`.
     """
+    if not isinstance(mask, LayerMask) or torch.compiler.is_compiling():
+        return _kept_apart(mask, ids_of(q_ends, k_ends, *sizes), is_causal)
+    given, known = (version(q_ends), version(k_ends), sizes), mask.packed_by
+    if known is None or known[0] is not q_ends or known[1] is not k_ends or known[2] != given:
+        known = mask.packed_by = q_ends, k_ends, given, mask.within(ids_of(q_ends, k_ends, *sizes))
+    return known[3]
+
+
+def _kept_apart(mask: LayerMask | Tensor | None, ids: Tensor, is_causal: bool) -> LayerMask | Tensor:
     if mask is None:
         (batch, tokens), rule = ids.shape, Causal() if is_causal else None
         mask = LayerMask(rule, (batch, 1, tokens, tokens), 0, ids.device)
