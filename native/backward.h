@@ -161,8 +161,8 @@ struct Backward {
         return before + (dim / LANES * division.sum_keys + row) * LANES + dim % LANES;
     }
 
-    // One tile of queries: its dq is written, its dk and dv are added to the sums. added(first) is called when those of
-    // the block that begins with key `first` are whole.
+    // One tile of queries: its dq is written, its dk and dv are added to the sums. added(first) is called after those
+    // of the block that begins with key `first` were added.
     template <typename Added>
     regard_status tile(const Lanes &lanes, T *sums, T *ddistance, Added added) {
         for (int64_t i = 0; i < dq_rows() * LANES; i += W) store(dq + i, V{});

@@ -605,22 +605,16 @@ def test_a_state_of_a_class_of_your_own_is_taken():
     assert torch.equal(*(dense(cache.append(k[:, :, :0], k[:, :, :0])[0]) for cache in caches))
 
 
-@dataclass(frozen=True)
-class Recording(LongestValues):
-    """Records what a function returns for new values."""
+def recording(function: Callable[[Tensor], Any]) -> Starting:
+    """Records what the function returns for new values."""
 
-    function: Callable[[Tensor], Any] = field(kw_only=True)
+    class State(ByValues):
+        def append(self, k: Tensor, v: Tensor | None) -> None:
+            assert v is not None
+            for values in function(v):
+                self.record(values)
 
-    def start(self) -> EvictionState["LongestValues"]:
-        function = self.function
-
-        class State(ByValues):
-            def append(self, k: Tensor, v: Tensor | None) -> None:
-                assert v is not None
-                for values in function(v):
-                    self.record(values)
-
-        return State(self)
+    return Starting(8, begin=State)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +631,7 @@ class Recording(LongestValues):
 def test_values_that_are_not_one_per_token_are_refused_as_they_are_recorded(
     function: Callable[[Tensor], Any], found: str
 ):
-    cache, k = KVCache(evict=Recording(8, function=function)), torch.randn(2, 3, 5, 16)
+    cache, k = KVCache(evict=recording(function)), torch.randn(2, 3, 5, 16)
     expected = r"a value of each new token, \[batch, kv_heads, tokens\] = \[2, 3, 5\]\.$"
     with pytest.raises(ProblemError, match=rf"^State\.append\(k, v\) recorded {found}: expected {expected}"):
         cache.append(k, k)
@@ -646,31 +640,25 @@ def test_values_that_are_not_one_per_token_are_refused_as_they_are_recorded(
 
 def test_values_may_be_recorded_in_parts_and_must_be_recorded_to_be_read():
     k = torch.randn(2, 3, 20, 16)
-    cache = KVCache(evict=Recording(8, function=lambda v: v.norm(dim=3).split(3, dim=2)))
+    cache = KVCache(evict=recording(lambda v: v.norm(dim=3).split(3, dim=2)))
     for first, last in ((0, 0), (0, 11), (11, 20)):
         cache.append(k[:, :, first:last], k[:, :, first:last])
     cache.forget()
     assert cache.tokens == 8
-    cache = KVCache(evict=Recording(8, function=lambda v: []))
+    cache = KVCache(evict=recording(lambda v: []))
     cache.append(k, k)
     with pytest.raises(ProblemError, match=r"^State\.values: nothing was recorded; call record\(values\) in append"):
         cache.forget()
 
 
-@dataclass(frozen=True)
-class Choosing(LongestValues):
-    """Keeps what a function makes of the tokens that would stay."""
+def choosing(function: Callable[[Any], Any]) -> Starting:
+    """Keeps what the function makes of the tokens that would stay."""
 
-    function: Callable[[Any], Any] = field(kw_only=True)
+    class State(ByValues):
+        def choose(self, store: Store, coming: int) -> Tensor | None:
+            return function(super().choose(store, coming))
 
-    def start(self) -> EvictionState["LongestValues"]:
-        function = self.function
-
-        class State(ByValues):
-            def choose(self, store: Store, coming: int) -> Tensor | None:
-                return function(super().choose(store, coming))
-
-        return State(self)
+    return Starting(8, begin=State)
 
 
 @pytest.mark.parametrize("layout", [None, Paged(16)])
@@ -702,7 +690,7 @@ class Choosing(LongestValues):
     ],
 )
 def test_tokens_that_cannot_be_kept_are_refused(layout: Paged | None, function: Callable[[Any], Any], found: str):
-    cache, k = KVCache(layout, evict=Choosing(8, function=function)), torch.randn(2, 3, 20, 16)
+    cache, k = KVCache(layout, evict=choosing(function)), torch.randn(2, 3, 20, 16)
     k[:, :, -1] = 9  # the last token stays
     cache.append(k, k)
     expected = r"expected the tokens to keep of each key head, int64 \[batch, kv_heads, kept\] = \[2, 3, kept\] on cpu"
@@ -714,7 +702,7 @@ def test_tokens_that_cannot_be_kept_are_refused(layout: Paged | None, function: 
 def test_a_policy_of_your_own_may_keep_all_or_any_number_of_tokens():
     k = torch.randn(2, 3, 20, 16)
     for function, tokens in ((lambda kept: None, 20), (lambda kept: kept[:, :, 3:], 5), (lambda kept: kept, 8)):
-        cache = KVCache(evict=Choosing(8, function=function))
+        cache = KVCache(evict=choosing(function))
         cache.append(k, k)
         cache.forget()
         assert cache.tokens == tokens

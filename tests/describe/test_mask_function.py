@@ -1,4 +1,4 @@
-"""`MaskFunction`: which functions it accepts, when they are called, and the errors of those that it refuses."""
+"""`MaskFunction`: the functions that it accepts, when it evaluates them, and its errors for all others."""
 
 import functools
 import inspect

@@ -61,7 +61,9 @@ def test_the_layers_of_a_pass_share_one_mask():
     assert given.within(torch.tensor([[0] * 6 + [1] * 7])) is not first
 
 
-def test_the_numbers_are_read_once_for_all_layers_of_a_pass_and_again_once_they_changed(monkeypatch: pytest.MonkeyPatch):
+def test_the_numbers_are_read_once_for_all_layers_of_a_pass_and_again_once_they_changed(
+    monkeypatch: pytest.MonkeyPatch,
+):
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(packing, "ids_of", lambda *given: (calls.append(given), ids_of(*given))[1])
     m = use_regard(model("opt"))

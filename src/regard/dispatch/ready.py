@@ -5,7 +5,7 @@ that a kernel can repeat (`RepeatableKernel`) depends on is one key: sizes, type
 it is constant, and the numbers. What is not in the key forces the long way: tracing, autocast, `torch.func`,
 dispatch modes and classes of tensors. Elements, strides, the number of keys and the offset are no part of the key, so
 each step of decoding finds the call of the step before. Calls with a bias, a sink or a mask with tensors have a key of
-their own (`ready_tensors.py`).
+their own (`ready_tensors.py`). Where gradients are needed, such calls and those over stored keys go the long way.
 
 To build a key takes 2 us, as each attribute of a tensor that Python reads takes 0.1. So the last calls of tensors are
 known by a guard of torch.compile, which compares all of that in one function of C++.
