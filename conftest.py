@@ -10,4 +10,6 @@ from tests.selection import (  # the options --all and --no-skips
     pytest_sessionfinish,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 
+pytest_plugins = ["tests.long_tests"]  # what takes long, and the option --write-long
+
 collect_ignore = [] if find_spec("vllm") else ["src/regard/integrate/vllm.py"]  # it is made of vLLM's classes

@@ -55,6 +55,7 @@ INTERPRETED = [
 """What Triton's interpreter, which is slow, is tried on; test_triton.py has the differentiated cases."""
 
 
+@pytest.mark.representative
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", [name for name in BACKENDS if name not in ("flex", "triton")])

@@ -58,6 +58,7 @@ def test_gradients_are_those_of_the_definition(name: str):
         assert worst(found, truth) <= 2e-6 * size(truth)
 
 
+@pytest.mark.representative
 @given(case=cases())
 @examples(3, everything=8)
 def test_a_random_call_has_the_output_and_gradients_of_the_reference(case: Case):

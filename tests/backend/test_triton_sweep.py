@@ -43,6 +43,7 @@ def same(found: Sweep, expected: Sweep, weights: Weights) -> None:
     torch.testing.assert_close(a.gather(-1, found.top_key[..., None])[..., 0], found.top, atol=1e-6, rtol=0)
 
 
+@pytest.mark.representative
 @given(mask=masks(23, 29))
 @examples(3, everything=8)
 def test_the_sums_under_a_random_mask_are_those_of_the_definition(mask: Mask):

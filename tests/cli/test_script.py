@@ -96,6 +96,7 @@ def test_ctrl_c_is_shown_as_python_shows_it(folder: Path):
     assert (ours.returncode, ours.stderr) == (theirs.returncode, theirs.stderr)
 
 
+@pytest.mark.representative
 @pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
 @pytest.mark.parametrize(
     "how",

@@ -16,6 +16,7 @@ from regard.extend import CallSizes, Interval, Mask, Rectangles, spec
 from tests.expressions import BATCH, HEADS, masks
 
 
+@pytest.mark.representative
 @settings(max_examples=25)
 @given(data=st.data())
 def test_every_mask_of_regard_is_right(data: st.DataObject):

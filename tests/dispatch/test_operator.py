@@ -71,6 +71,7 @@ def compiled(function: Any, **how: Any) -> Any:
     return torch.compile(function, fullgraph=True, backend="aot_eager", **how)
 
 
+@pytest.mark.representative
 def test_a_composed_call_compiles_to_one_graph_with_the_same_bits_and_gradients():
     leaves = [t.clone().requires_grad_() for t in (Q, K, V)] + [
         torch.randn(32, 4, requires_grad=True),

@@ -124,6 +124,7 @@ def assert_same(run: Any, compiled_run: Any, given: list[Tensor], leaves: list[T
             torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LIKE_OTHERS else name for name in SCORE_MODS]
 )

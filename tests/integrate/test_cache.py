@@ -24,6 +24,7 @@ from tests.integrate.zoo import DECODERS, PAIRS, model, padding, tokens, with_ca
 THOROUGHLY = ["llama", "gemma3", "deepseek_v3", "t5"]
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     ("name", "way"),
     [

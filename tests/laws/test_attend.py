@@ -53,6 +53,7 @@ def without_sink(case: Case) -> dict[str, Any]:
     return {name: word for name, word in case.words.items() if name != "sink"}
 
 
+@pytest.mark.representative
 @given(case=cases(), dtype=st.sampled_from(DTYPES))
 @examples(60, everything=150)
 def test_attention_is_what_the_formula_says(engine: str | None, case: Case, dtype: torch.dtype):

@@ -121,6 +121,7 @@ def test_a_call_that_is_refused_while_torch_compiles_says_why():
         run()
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in COMPILED else pytest.mark.exhaustive) for kind in FAST]
 )

@@ -9,6 +9,7 @@ from tests.native.engines import ALL, PLAIN
 from tests.oracle import dense, worst
 
 
+@pytest.mark.representative
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("engine", [*ALL, PLAIN])

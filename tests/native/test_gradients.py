@@ -131,6 +131,7 @@ def test_a_bias_whose_rows_are_placed_gets_zeros_for_the_others():
     assert torch.autograd.gradcheck(call, (bias,))
 
 
+@pytest.mark.representative
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("name", dot_products())
 @pytest.mark.parametrize("engine", LEAST_AND_BEST)

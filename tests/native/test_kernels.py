@@ -101,6 +101,7 @@ def run(case: Case, engine: str) -> Tensor:
     return attend(case.q, case.k, case.v, **case.words, backend=engine)
 
 
+@pytest.mark.representative
 @given(case=cases())
 @examples(25, everything=60)
 def test_a_kernel_equals_the_plain_loops(case: Case):

@@ -118,6 +118,7 @@ def test_a_large_call_needs_little_memory_beside_its_tensors():
     assert int(alone()[0]) * 1024 < 64 << 20
 
 
+@pytest.mark.representative
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_computes_on_one_thread():
     """On two it would wait for ever for threads that fork has not copied, as in any call of torch."""

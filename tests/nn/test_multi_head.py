@@ -283,6 +283,7 @@ def whole() -> MultiHeadAttention:
     )  # fmt: skip
 
 
+@pytest.mark.representative
 def test_it_is_traced_whole():
     module, x = whole(), torch.randn(2, 7, 24)
     traced = torch.compile(module, fullgraph=True, backend="aot_eager")

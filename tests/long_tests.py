@@ -1,0 +1,119 @@
+"""What the default run leaves to `./test --all` because it takes long, as measured: tests/long_tests.txt.
+
+The file has a line for each long test, with the number of its cases that the default run keeps, spread evenly; most
+keep none. `./test --write-long` measures the tests of the default run and writes the file anew. It changes nothing
+where tests are chosen by name (`-k`, `FILE::TEST`). Some tests stay whatever they take: those marked `representative`,
+which are the first to fail where a whole way of calling breaks (compiled, on a GPU's kernels, from the command line),
+the rules of tests/architecture, doctests, and the shortest test of a file that would have none.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+LISTED = Path(__file__).with_name("long_tests.txt")
+
+SECONDS = 0.3
+"""What all kept cases of one test may take together."""
+
+SINGLE = 0.5
+"""A test whose cases take longer than this keeps none."""
+
+T = TypeVar("T")
+
+Times = Mapping[str, list[float]]
+"""The seconds of each case, by the name of the test."""
+
+stale: list[str] = []
+"""Tests that are listed and that the files which were collected do not have."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-long", action="store_true", help=f"measure the default run and write tests/{LISTED.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-long") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Measured(), "the times of tests")
+
+
+@pytest.hookimpl(trylast=True)  # after tests/selection.py
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not applies(config):
+        return
+    kept = read(LISTED.read_text())
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        cases[test_of(item.nodeid)].append(item)
+    files = {test.split("::")[0] for test in cases}
+    stale[:] = [test for test in kept if test.split("::")[0] in files and test not in cases]
+    left = [item for test, own in cases.items() if test in kept for item in beyond(own, kept[test])]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        gone = set(map(id, left))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def applies(config: pytest.Config) -> bool:
+    """Whether this run leaves long tests out: not where all are run or measured, nor where some are named."""
+    named = config.option.keyword or any("::" in argument for argument in config.args)
+    return not (named or config.getoption("--all") or config.getoption("--write-long"))
+
+
+def test_of(nodeid: str) -> str:
+    """The name of the test that a case belongs to."""
+    return nodeid.partition("[")[0].partition("@")[0]
+
+
+def beyond(cases: Sequence[T], kept: int) -> list[T]:
+    """The cases that go where so many are kept, which lie evenly among all."""
+    return [case for i, case in enumerate(cases) if (i + 1) * kept // len(cases) == i * kept // len(cases)]
+
+
+def read(text: str) -> dict[str, int]:
+    """How many cases the default run keeps of each test that is listed."""
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    return {test: int(kept) for kept, test in lines}
+
+
+def listed(times: Times, stay: Collection[str]) -> dict[str, int]:
+    """How many cases to keep of each test that takes long, but for those that stay."""
+    found = {test: to_keep(own) for test, own in times.items() if sum(own) > SECONDS and test not in stay}
+    files = {test.split("::")[0] for test in times}
+    for file in files:
+        own = [test for test in times if test.startswith(f"{file}::")]
+        if not any(found.get(test, 1) for test in own):
+            found[min(own, key=lambda test: max(times[test]))] = 1
+    return {test: kept for test, kept in sorted(found.items()) if kept < len(times[test])}
+
+
+def to_keep(seconds: list[float]) -> int:
+    """How many cases of a long test are kept."""
+    mean = sum(seconds) / len(seconds)
+    if len(seconds) == 1 or mean > SINGLE:
+        return 0
+    return max(1, int(SECONDS / mean))
+
+
+class _Measured:
+    """Measures the tests, in whichever process of pytest-xdist they run, and writes the list at the end."""
+
+    def __init__(self) -> None:
+        self.times = defaultdict[str, list[float]](list)
+        self.stay = set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" or report.skipped:
+            return
+        test = test_of(report.nodeid)
+        self.times[test].append(report.duration)
+        if "representative" in report.keywords or test.startswith(("tests/architecture/", "src/")):
+            self.stay.add(test)
+
+    def pytest_sessionfinish(self) -> None:
+        head = "# Written by `./test --write-long`: cases that the default run keeps, and the test (long_tests.py).\n"
+        lines = [f"{kept} {test}\n" for test, kept in listed(self.times, self.stay).items()]
+        LISTED.write_text(head + "".join(lines))

@@ -1,0 +1,50 @@
+"""The default run leaves out what takes long, by a list that is measured."""
+
+from itertools import pairwise
+
+from tests import long_tests
+from tests.long_tests import beyond, listed, read, to_keep
+
+
+def test_every_test_that_is_listed_exists():
+    assert long_tests.stale == []
+
+
+def test_a_short_test_is_not_listed():
+    assert listed({"a.py::test_one": [0.2], "a.py::test_two": [0.07] * 4}, ()) == {}
+
+
+def test_a_long_test_keeps_the_cases_that_its_seconds_are_enough_for():
+    assert listed({"a.py::test_one": [0.14] * 5, "a.py::test_two": [0.4] * 5, "a.py::test_three": [0.9] * 5}, ()) == {
+        "a.py::test_one": 2,
+        "a.py::test_two": 1,
+        "a.py::test_three": 0,
+    }
+    assert to_keep([0.4]) == 0
+
+
+def test_the_shortest_test_of_a_file_stays():
+    assert listed({"a.py::test_one": [3.0], "a.py::test_two": [2.0], "b.py::test": [1.0, 1.5]}, ()) == {
+        "a.py::test_one": 0,
+        "b.py::test": 1,
+    }
+
+
+def test_representative_tests_stay():
+    times = {"a.py::test_one": [3.0], "a.py::test_two": [2.0], "a.py::test_three": [0.1]}
+    assert listed(times, {"a.py::test_one"}) == {"a.py::test_two": 0}
+
+
+def test_cases_that_stay_lie_evenly():
+    kept = [case for case in range(10) if case not in beyond(range(10), 3)]
+    assert len(kept) == 3
+    assert [b - a for a, b in pairwise(kept)] == [3, 3]
+    assert list(beyond(range(4), 0)) == [0, 1, 2, 3]
+    assert list(beyond(range(4), 4)) == []
+
+
+def test_what_is_written_is_read():
+    assert read("# head\n0 tests/a.py::test_one\n2 tests/b.py::test_two\n") == {
+        "tests/a.py::test_one": 0,
+        "tests/b.py::test_two": 2,
+    }
