@@ -13,6 +13,7 @@ native.py                             our kernels for the CPU, which are in `nat
   native_parts.py                     stored keys and values as the library reads them
   native_tiles.py                     the tiles of a call: as intervals, or as lists
   native_repeated.py                  repeated calls, from tensors straight into the library's struct
+  native_gradients.py                 gradients: what autograd knows, and the library's call
   native_far_rows.py                  gradients of rows with a log-sum-exp far from 0
 ```
 """

@@ -2,8 +2,7 @@
 
 The library (native/) knows no mask by name. It gets addresses, sizes, strides and the schedule's tiles, 64 x 64 with a
 bit for each pair of a PARTIAL one: FULL tiles are computed without a mask, and hidden ones are not computed. A bias
-that depends on the distance is a vector per head, a bias tensor is read in place. Gradients are recomputed from
-the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1), so nothing is kept for them but the output.
+that depends on the distance is a vector per head, a bias tensor is read in place.
 
 A row's bits depend on its query, the keys that it sees and their positions: not on the batch, on the number of threads,
 or on the chunk of a prompt that it came in.
@@ -11,37 +10,16 @@ or on the chunk of a prompt that it came in.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, cast
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.backend.contract import (
-    Backend,
-    Kernel,
-    Repeated,
-    RunWithTensors,
-    refuse_batched,
-    second_derivative,
-)
-from regard.backend.native_far_rows import Rows, far_rows
-from regard.backend.native_inputs import (
-    GRADIENTS,
-    LSE,
-    SIZES,
-    TENSORS,
-    THREADS,
-    TILES,
-    WORKSPACE,
-    Inputs,
-    in_place,
-    inputs_of,
-    opened_over,
-    tensor_fields,
-    write_inputs,
-)
+from regard.backend.contract import Backend, Kernel, Repeated, RunWithTensors
+from regard.backend.native_gradients import Attention, Call, Gradients
+from regard.backend.native_inputs import TILES, Inputs, inputs_of, opened_over, write_inputs
 from regard.backend.native_repeated import (
     Like,
     repeated,
@@ -50,13 +28,11 @@ from regard.backend.native_repeated import (
     repeated_with_tensors,
 )
 from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
-from regard.huge_pages import advise_huge_pages, allocator_like
-from regard.plan.checks import Saved
+from regard.huge_pages import allocator_like
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, rotate
 from regard.plan.problem import MAX_OFFSET, Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
-from regard.torch_internals import is_ordinary, resolve_lazy
 from regard.wide import wide_of
 
 REPEATED_BYTES = 32 << 10
@@ -104,17 +80,6 @@ def _chosen() -> str:
     return native.isa()
 
 
-class _Wanted(NamedTuple):
-    """Which inputs want a gradient."""
-
-    q: bool
-    k: bool
-    v: bool
-    sink: bool
-    distance: bool
-    bias: bool
-
-
 class _Kernel:
     """The library for one problem, of any sizes, offset, mask and bias: these are taken from the operands."""
 
@@ -122,7 +87,7 @@ class _Kernel:
         p = problem
         self.problem, self.schedule = problem, schedule
         self.wide = wide_of(p.dtype)
-        self.entry = _entry("regard_forward")
+        self.entry = _entry()
         self.fields: dict[str, float] = {
             "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
             "isa": isa, "dtype": native_calls.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
@@ -130,6 +95,7 @@ class _Kernel:
         }  # fmt: skip
         self.attend, self.packed = native_calls.Attend(), self.entry.packed(self.fields)
         self.form = self.entry.opened(self.packed)
+        self.gradients = Gradients(p, self.fields)
         self.latest: tuple[Hashable, Tiles] | None = None
         self.like: Like | None = None
 
@@ -238,161 +204,17 @@ class _Kernel:
             self.latest = key, tiles
         return tiles
 
-    @cached_property
-    def backward(self) -> tuple[native_calls.Entry, bytes]:
-        """What computes gradients, and its struct without what differs from call to call."""
-        entry = _entry("regard_backward")
-        return entry, entry.packed(self.fields)
-
-    def gradients(
-        self,
-        inputs: Inputs,
-        tiles: Tiles,
-        offset: int,
-        seed: int,
-        is_part: bool,
-        wanted: _Wanted,
-        state: State,
-        dout: Tensor,
-        dlse: Tensor | None,
-    ) -> Inputs:
-        """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
-        far = None if is_part else far_rows(state, dout, dlse)
-        if far is None:
-            return self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
-        keep = partial(tiles.keep, keys=inputs.k.shape[2], offset=offset)
-        with torch.autocast("cpu", enabled=False):  # that of the caller of `backward`
-            more = Rows(self.problem, inputs, keep, seed).gradients(far, dout, dlse)
-        dout, dlse = dout.masked_fill(far[..., None], 0), None if dlse is None else dlse.masked_fill(far, 0)
-        without = State(state.out, state.lse.masked_fill(far, -torch.inf))  # their weights may be inf, and 0 * inf NaN
-        found = self._gradients(inputs, tiles, offset, seed, wanted, without, dout, dlse)
-        sums = [a if a is None or b is None else (a + b).to(a.dtype) for a, b in zip(found[:6], more, strict=True)]
-        return Inputs(*cast(Any, sums))
-
-    def _gradients(
-        self,
-        i: Inputs,
-        tiles: Tiles,
-        offset: int,
-        seed: int,
-        wanted: _Wanted,
-        state: State,
-        dout: Tensor,
-        dlse: Tensor | None,
-    ) -> Inputs:
-        dq, dk, dv = _memory_like(i.q), _memory_like(i.k), _memory_like(i.v)
-        if not state.lse.numel():
-            return Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
-        ddistance = _zeros(i.distance) if wanted.distance else None
-        dbias = _zeros(i.bias, self.wide) if wanted.bias else None
-        delta = torch.empty_like(state.lse)
-        backward, packed = self.backward
-        struct = backward.opened(packed)
-        queries, keys = i.q.shape[2], i.k.shape[2]
-        struct[TENSORS] = (*tensor_fields(i.q), *tensor_fields(i.k), *tensor_fields(i.v), *tensor_fields(state.out))
-        struct[LSE], struct[THREADS], struct[SIZES] = state.lse.data_ptr(), torch.get_num_threads(), (queries, keys)
-        struct[TILES] = tiles.fields(queries, offset)
-        write_inputs(struct, i, seed)
-        struct[GRADIENTS] = (
-            *tensor_fields(dout), _address(dlse), *tensor_fields(dq), *tensor_fields(dk), *tensor_fields(dv),
-            delta.data_ptr(), _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
-        )  # fmt: skip
-        backward.run_with_workspace(struct, WORKSPACE)
-        dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
-        return Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
-
     def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
         seed = operands.drawn_seed() if self.problem.dropout else 0
-        call = _Call(self, self._tiles(operands), operands.offset, seed, is_part, state)
-        return State(*cast("tuple[Tensor, Tensor]", _Attention.apply(call, *inputs[:6])))
+        call = Call(self, self._tiles(operands), operands.offset, seed, is_part, state)
+        return State(*cast("tuple[Tensor, Tensor]", Attention.apply(call, *inputs[:6])))
 
     def _with_gradients(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, offset: int) -> Tensor:
         """The output of a call of nothing but these, which learn."""
-        call = _Call(self, tiles, offset, seed=0, is_part=False, state=None)
-        out, _ = cast("tuple[Tensor, Tensor]", _Attention.apply(call, q, k, v, None, None, None))
+        call = Call(self, tiles, offset, seed=0, is_part=False, state=None)
+        out, _ = cast("tuple[Tensor, Tensor]", Attention.apply(call, q, k, v, None, None, None))
         return out
-
-
-class _Call(NamedTuple):
-    """What a call is besides the tensors that may learn; one argument, as `apply` looks at each.
-
-    Attributes:
-        is_part: whether `state` is of other keys as well, so that its log-sum-exp does not tell of far rows.
-        state: what was computed, None if nothing was.
-    """
-
-    kernel: _Kernel
-    tiles: Tiles
-    offset: int
-    seed: int
-    is_part: bool
-    state: State | None
-
-
-class _Attention(torch.autograd.Function):
-    """(out, lse), differentiated by the library; with a state, it returns that state."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
-        kernel, tiles, offset, seed, _, state = call
-        if state is None:
-            out, lse = kernel.compute(Inputs(*cast(Any, parts)), tiles, offset, seed)
-        else:
-            out, lse = state.out.detach(), state.lse.detach()
-        ctx.save_for_backward(*parts, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.saved = call if state is None else call._replace(state=None), Saved.of(parts)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wanted = _Wanted(*ctx.needs_input_grad[1:])
-        saved = ctx.saved.given_back(ctx.saved_tensors, distance_learns=wanted.distance)
-        may_be_differentiated = torch.is_grad_enabled() or not is_ordinary()
-        gradients = _Gradient.apply if may_be_differentiated else _gradients
-        found: Any = gradients(ctx.call, wanted, *grads, *saved)
-        return None, *found
-
-
-def _gradients(call: _Call, wanted: _Wanted, dout: Tensor | None, dlse: Tensor | None, *saved: Any) -> Inputs:
-    """The gradients of `_Attention`."""
-    kernel, tiles, offset, seed, is_part, _ = call
-    *parts, out, lse = saved
-    refuse_batched("native", dout, dlse)
-    dout = torch.zeros_like(out) if dout is None else resolve_lazy(dout)
-    dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    dlse = None if dlse is None else resolve_lazy(dlse).contiguous()
-    inputs = Inputs(*parts)
-    if inputs.bias is not None:
-        inputs = inputs._replace(bias=in_place(inputs.bias, wanted.bias, kernel.wide))
-    return kernel.gradients(inputs, tiles, offset, seed, is_part, wanted, State(out, lse), dout, dlse)
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradients where somebody may ask for their derivatives, which they do not have."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        return _gradients(*given)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        raise second_derivative("native")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        raise second_derivative("native")
-
-
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """[heads]: minus the sink's share of the softmax, times delta, summed over the rows that see a key.
-
-    Args:
-        delta: [batch, heads, queries], sum(dout * out).
-    """
-    share = torch.sigmoid(sink[:, None] - lse)  # of a sink of +inf 1, where its logarithm and lse's would give NaN
-    return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(dim=(0, 2))
 
 
 @cache
@@ -401,24 +223,5 @@ def _element(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _entry(name: str) -> native_calls.Entry:
-    return native_calls.Entry(name, native_calls.CALL if name == "regard_forward" else native_calls.GRADIENT)
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
-def _memory_like(t: Tensor) -> Tensor:
-    """Memory for a gradient, head by head.
-
-    Token by token the rows that a tile writes are far apart: an attention layer's forward and backward took 1.03 to
-    1.06 of the time where one projection makes q, k and v, 0.98 to 1.04 where three do (Intel Xeon with AMX).
-    """
-    memory = torch.empty_like(t, memory_format=torch.contiguous_format)
-    advise_huge_pages(memory)
-    return memory
-
-
-def _zeros(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    return None if t is None else torch.zeros(t.shape, dtype=dtype or t.dtype, device="cpu")
+def _entry() -> native_calls.Entry:
+    return native_calls.Entry("regard_forward", native_calls.CALL)
