@@ -37,7 +37,6 @@ from regard.storage.stored import Rolling
 
 PAGE, PICTURE, PART = "caches.md", "cache-quality.svg", "quality"
 
-STEPWISE = Feed(first=128, step=1)
 BUDGET, POLICY_STEP = 512, 4
 BY_POLICY = Feed(first=BUDGET, step=POLICY_STEP)
 CODED = Feed(first=32, step=32)

@@ -28,13 +28,11 @@ class Case:
         package: the package that it needs, by the name it is imported by; None for torch alone.
         make: makes it with random weights.
         half: whether the package runs it in bfloat16.
-        heavy: whether attention takes most of its time, so that it has the goal of 1.3.
     """
 
     name: str
     package: str | None
     make: Callable[[], Program]
-    heavy: bool = True
     half: bool = True
 
 
@@ -196,14 +194,14 @@ def llama(tokens: int) -> Program:
 
 CASES = (
     Case("nanoGPT, 2,048 tokens", None, lambda: gpt(1, 2048)),
-    Case("nanoGPT, 12 x 256 tokens", None, lambda: gpt(12, 256), heavy=False),
-    Case("nanoGPT, 1 x 16 tokens, width 128", None, lambda: gpt(1, 16, 128, 2), heavy=False),
+    Case("nanoGPT, 12 x 256 tokens", None, lambda: gpt(12, 256)),
+    Case("nanoGPT, 1 x 16 tokens, width 128", None, lambda: gpt(1, 16, 128, 2)),
     Case("nn.TransformerEncoder, 1,024 tokens", None, lambda: encoder(1, 1024, padded=False)),
     Case("nn.TransformerEncoder, 8 x 512 tokens, padded", None, lambda: encoder(8, 512, padded=True)),
-    Case("nn.TransformerEncoder, 2 x 10 tokens", None, lambda: encoder(2, 10, padded=False), heavy=False),
+    Case("nn.TransformerEncoder, 2 x 10 tokens", None, lambda: encoder(2, 10, padded=False)),
     Case("transformers: Llama, 2,048 tokens", "transformers", lambda: llama(2048)),
-    Case("timm: ViT-S/16, 8 x 197 tokens", "timm", lambda: timm_vit("vit_small_patch16_224", 224, 8), heavy=False),
-    Case("timm: ViT-S/8, 785 tokens", "timm", lambda: timm_vit("vit_small_patch8_224", 224, 1), heavy=False),
+    Case("timm: ViT-S/16, 8 x 197 tokens", "timm", lambda: timm_vit("vit_small_patch16_224", 224, 8)),
+    Case("timm: ViT-S/8, 785 tokens", "timm", lambda: timm_vit("vit_small_patch8_224", 224, 1)),
     Case("timm: ViT-S/8, 384 pixels, 2,305 tokens", "timm", lambda: timm_vit("vit_small_patch8_224", 384, 1)),
     Case("sentence-transformers: 16 texts to 256 tokens", "sentence_transformers", lambda: sentences(16, 250)),
     Case("openai-whisper: tiny, 1,500 tokens", "whisper", whisper, half=False),

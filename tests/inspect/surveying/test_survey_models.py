@@ -37,7 +37,7 @@ from regard.inspect.surveying.inputs import projection
 from regard.inspect.surveying.measure import measure
 from regard.inspect.surveying.survey import check, survey
 from regard.integrate.transformers import use_regard
-from tests.inspect.small import LLAMA, SIZES, TEXT, VOCABULARY, agrees_with_eager, llama, small, words
+from tests.inspect.small import LLAMA, SIZES, TEXT, VOCABULARY, agrees_with_eager, small
 
 
 class Renamed(nn.Module):
@@ -49,16 +49,6 @@ class Renamed(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
-
-
-@pytest.fixture(name="llama")
-def fresh_llama():
-    return llama()
 
 
 def test_an_encoder_has_no_continuation_and_no_induction(tokenizer):
