@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import Alibi, Bias, Causal, Mask, RefusalError, TensorBias, TensorMask, attend
+from regard import Alibi, Bias, Causal, Documents, Mask, RefusalError, TensorBias, TensorMask, attend
 from regard.describe.mask import CallSizes
 from regard.describe.spec import spec
 from regard.scores import Score
-from tests.dispatch.traced import K, Q, V, compiled
+from tests.dispatch.traced import IDS, K, Q, V, compiled
 from tests.test_native import needs_library
 
 
@@ -104,6 +104,40 @@ def test_a_mask_that_binds_as_its_base_meets_an_offset_by_row_in_a_graph():
     mask, offset = BoundAsItsBase(lambda q, k: k <= q), torch.tensor([12, 7])
     found = compiled(lambda q, k, v, o: attend(q, k, v, mask=mask, offset=o))(Q, K, V, offset)
     assert torch.allclose(found, attend(Q, K, V, mask=Causal(), offset=offset), atol=1e-6)
+
+
+@spec
+class Shared(Mask):
+    """The documents of the call's batch rows, of which a function keeps some queries."""
+
+    documents: Documents
+    shows: Callable[[Any], Any]
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return self.documents.keep(b, h, q, k) & self.shows(q)
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return 2, 1
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        return self.with_fields(documents=self.documents.bind(sizes))
+
+
+@pytest.mark.parametrize(
+    ("mask", "axis"),
+    [
+        (Shown(TensorMask(TABLE), lambda kept: kept), 2),
+        (Shared(Documents(torch.stack([IDS, IDS + IDS % 2])), lambda q: q > 13), 0),
+    ],
+    ids=["rows and columns", "batch rows"],
+)
+def test_sizes_of_a_masks_tensors_meet_dynamic_sizes_of_the_call(mask: Mask, axis: int):
+    """As after a call of another size: then torch.compile makes a graph in which this size is a symbol."""
+    tensors = [t.clone() for t in (Q, K, V)]
+    for t in tensors:
+        torch._dynamo.maybe_mark_dynamic(t, axis)
+    found = compiled(lambda q, k, v: attend(q, k, v, mask=mask))(*tensors)
+    assert torch.allclose(found, attend(Q, K, V, mask=mask), atol=1e-6)
 
 
 class Kind(enum.IntEnum):

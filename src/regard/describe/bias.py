@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from regard.describe.mask import CallSizes, Positions, as_tensors, check_takes_positions, wrong_shape
+from regard.describe.mask import CallSizes, Positions, as_tensors, broadcasts, check_takes_positions, wrong_shape
 from regard.describe.not_a_spec import instead, received
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Spec, bound_to, spec
@@ -277,7 +277,7 @@ class TensorBias(Bias):
         called = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
         own, first = self._sizes(), sizes.offset if self.offset is None else self.offset
         placed = self.offset is not None and first <= sizes.offset and sizes.positions <= first + own[2]
-        fits = [size in (1, other) for size, other in zip(own, called, strict=True)]
+        fits = [broadcasts(size, other) for size, other in zip(own, called, strict=True)]
         if not all(fits[:2]) or not fits[3] or not (own[2] == 1 or placed or (self.offset is None and fits[2])):
             raise ProblemError(
                 f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(called)}, first query at "
@@ -320,7 +320,7 @@ class DistanceBias(Bias):
     def bind(self, sizes: CallSizes) -> Bias:
         rows, columns = self.table.shape
         low, high = sizes.offset - (sizes.keys - 1), sizes.positions - 1
-        if rows not in (1, sizes.heads) or low < self.first or high >= self.first + columns:
+        if not broadcasts(rows, sizes.heads) or low < self.first or high >= self.first + columns:
             raise ProblemError(
                 f"{self!r} has distances {self.first} to {self.first + columns - 1} for {rows} heads, and the call has "
                 f"distances {low} to {high} and {sizes.heads} heads."

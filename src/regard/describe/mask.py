@@ -63,6 +63,15 @@ class CallSizes(NamedTuple):
         return self.offset + self.queries
 
 
+def broadcasts(size: int, called: int) -> bool:
+    """Whether an axis of this size broadcasts to that of a call.
+
+    `size in (1, called)` says no while torch.compile traces, if one of both is a number and the other a dynamic size
+    that is equal (torch 2.13).
+    """
+    return size == 1 or size == called  # noqa: PLR1714
+
+
 class Mask(Spec):
     """Which query may look at which key; abstract. A subclass defines `keep`; the other methods save work.
 
@@ -399,7 +408,7 @@ def wrong_shape(result: Tensor, *positions: Positions) -> str | None:
     columns = zip(*((1,) * (axes - len(shape)) + shape for shape in shapes), strict=True)
     sizes = [next((size for size in column if size != 1), 1) for column in columns]  # broadcast_shapes takes 20 us
     own = (1,) * (axes - result.ndim) + tuple(result.shape)
-    if len(own) == axes and all(n in (1, size) for n, size in zip(own, sizes, strict=True)):
+    if len(own) == axes and all(map(broadcasts, own, sizes)):
         return None
     return (
         f"{list(result.shape)} for positions that broadcast to {sizes}: expected that shape, or one that "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.interval import Interval, Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors, broadcasts
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import spec
@@ -76,7 +76,7 @@ class Documents(Mask):
 
     def bind(self, sizes: CallSizes) -> Mask:
         tokens = max(sizes.positions, sizes.keys)
-        if self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.batch):
+        if self.ids.ndim == 2 and not broadcasts(self.ids.shape[0], sizes.batch):
             raise ProblemError(f"{self!r} has ids for {self.ids.shape[0]} batch rows and the call has {sizes.batch}.")
         if self.ids.shape[-1] < tokens or sizes.offset < 0:
             raise ProblemError(
@@ -271,9 +271,9 @@ class TensorMask(Mask):
         _check_rows("TensorMask", self, self.mask, sizes)
         *_, rows, columns = _sizes_in_4d(self.mask)
         first = sizes.offset if self.offset is None else self.offset
-        if columns not in (1, sizes.keys):
+        if not broadcasts(columns, sizes.keys):
             raise ProblemError(f"{self!r} has {columns} columns and the call has {sizes.keys} keys.")
-        if self.offset is None and rows not in (1, sizes.queries):
+        if self.offset is None and not broadcasts(rows, sizes.queries):
             is_padding = self.mask.ndim == 2 and rows == sizes.batch
             hint = (
                 " A padding mask [batch, keys] needs two more axes: TensorMask(t[:, None, None])." if is_padding else ""
@@ -309,7 +309,7 @@ def _index_table(table: Tensor, b: Positions, h: Positions, q: Positions, k: Pos
 
 def _check_rows(name: str, mask: Mask, table: Tensor, sizes: CallSizes) -> None:
     batch, heads = _sizes_in_4d(table)[:2]
-    if batch not in (1, sizes.batch) or heads not in (1, sizes.heads):
+    if not broadcasts(batch, sizes.batch) or not broadcasts(heads, sizes.heads):
         raise ProblemError(
             f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {sizes.batch} and "
             f"{sizes.heads}: {name} broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
