@@ -6,7 +6,7 @@ q_proj).
 """
 
 from operator import and_
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -21,12 +21,11 @@ from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.describe.position_table import check_positions
 from regard.describe.suggestions import suggest_keywords
-from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.nn.call_arguments import both, length_of, observed_mask
-from regard.nn.checks import check_cache, check_flags, check_input, check_observer
+from regard.nn.checks import check_flags, check_input, check_observer
+from regard.nn.latent_checks import beyond_weights, check_absorbed, check_latent_cache, check_sizes
 from regard.nn.norm import RMSNorm
-from regard.nn.projections import opaque_weight, why_not_linear
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
@@ -34,7 +33,7 @@ from regard.nn.spec_attributes import SpecAttributes
 from regard.nn.spec_module import SpecModule, spec_of
 from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
-from regard.storage.stored import Latent, Rolling, StoredTensor
+from regard.storage.stored import Latent, StoredTensor
 
 
 class Flops(NamedTuple):
@@ -149,7 +148,7 @@ class LatentAttention(SinkModule, SpecAttributes):
         check_flags(norm=norm, qkv_bias=qkv_bias, q_bias=q_bias, out_bias=out_bias, sink=sink)
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
-        self._check_sizes()
+        check_sizes(self._sizes)
         for name, spec in {"mask": mask, "position": position}.items():
             setattr(self, name, spec)
 
@@ -204,8 +203,9 @@ class LatentAttention(SinkModule, SpecAttributes):
         self._check(x)
         positions = check_positions(positions, x, rank=3)
         self._check_use(positions)
-        self._check_cache(cache)
-        self._check_absorbed(absorbed, cache)
+        check_latent_cache(cache, self.kv_rank, self.position is not None)
+        k_up, v_up = self.k_up, self.v_up
+        check_absorbed(absorbed, cache, k_up, v_up)
         check_observer(cache, softcap=self.softcap)
         q, entries = self._queries(x), self._entries(x)
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
@@ -218,7 +218,7 @@ class LatentAttention(SinkModule, SpecAttributes):
                 keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
             if absorbed is None:
                 is_less = self._absorbed_is_less(q.shape[2], keys.shape[2])
-                absorbed = is_less and self._beyond_weights(with_hooks=True) is None
+                absorbed = is_less and beyond_weights(k_up, v_up, with_hooks=True) is None
             form = self._absorbed if absorbed else self._expanded
             dropped = 0 if cache is None else cache.tokens_seen - keys.shape[2]
             with after_dropped(dropped, cache is not None and cache.has_gaps):
@@ -266,9 +266,13 @@ class LatentAttention(SinkModule, SpecAttributes):
 
     def extra_repr(self) -> str:
         """The sizes."""
-        names = ("d_model", "heads", "kv_heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "rope_heads", "v_dim")
-        values = {name: getattr(self, name) for name in names} | {"scale": self.scale, "softcap": self.softcap}
+        values = self._sizes | {"scale": self.scale, "softcap": self.softcap}
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        names = ("d_model", "heads", "kv_heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "rope_heads", "v_dim")
+        return {name: getattr(self, name) for name in names}
 
     def _queries(self, x: Tensor) -> Tensor:
         """[batch, heads, tokens, nope_dim + rope_dim], before RoPE."""
@@ -380,51 +384,6 @@ class LatentAttention(SinkModule, SpecAttributes):
             raise ProblemError(
                 "positions= needs a module with a position, and this one has none: leave positions= out, or create the "
                 f"module with position=Rope({self.rope_dim})."
-            )
-
-    def _check_cache(self, cache: KVCache | None) -> None:
-        check_cache(cache)
-        layout = None if cache is None else cache.layout
-        if isinstance(layout, Latent) and layout.rank != self.kv_rank:
-            raise ProblemError(f"the cache is {layout!r}, and the module's latents have {self.kv_rank} dimensions.")
-        if isinstance(layout, Rolling) and (self.position is not None or layout.rope is not None):
-            raise ProblemError(
-                f"the cache is {layout!r}: a Rope rotates the first dimensions of a key, and in these entries the last "
-                "ones carry the position. Use Latent or Contiguous with a policy of regard.cache.evict."
-            )
-
-    def _check_absorbed(self, absorbed: object, cache: KVCache | None) -> None:
-        if absorbed is not None:
-            check_flags(absorbed=absorbed)
-        observed = cache is not None and cache.evict is not None
-        if (absorbed or observed) and (reason := self._beyond_weights()) is not None:
-            given, option = ("absorbed=True", "absorbed=") if absorbed else ("a cache with evict=", "evict=")
-            raise ProblemError(f"{given} reads the weights of k_up and v_up, and {reason}; or leave {option} out.")
-
-    def _beyond_weights(self, *, with_hooks: bool = False) -> str | None:
-        """Why the weights of k_up and v_up do not say what these compute; None if they do."""
-        for name, up in (("k_up", self.k_up), ("v_up", self.v_up)):
-            if up is None:
-                continue
-            if (reason := why_not_linear(up, with_hooks=with_hooks)) is not None:
-                return f"{name} {reason}"
-            if (kind := opaque_weight(up)) is not None:
-                return f"{name} has a weight of the class {kind}, which computes by itself: make it a plain one first"
-            if cast(object, up.bias) is not None:
-                return f"{name} has a bias, which its weight does not contain: set the bias to None first"
-        return None
-
-    def _check_sizes(self) -> None:
-        least = {"d_model": 1, "heads": 1, "kv_heads": 1, "rope_heads": 1, "kv_rank": 1, "v_dim": 1, "nope_dim": 0}
-        least |= {"rope_dim": 0} | ({} if self.q_rank is None else {"q_rank": 1})
-        for name, minimum in least.items():
-            whole(getattr(self, name), name, "heads" if name.endswith("heads") else "dimensions", least=minimum)
-        if self.nope_dim + self.rope_dim == 0:
-            raise ProblemError("nope_dim and rope_dim are both 0: queries and keys need dimensions of either kind.")
-        if self.heads % self.kv_heads or self.kv_heads % self.rope_heads:
-            raise ProblemError(
-                f"heads={self.heads}, kv_heads={self.kv_heads}, rope_heads={self.rope_heads}: each must be a whole "
-                "multiple of the next."
             )
 
     def _check_spec(self, name: str, spec: object) -> None:
