@@ -27,7 +27,8 @@ class LinearAhead {
         c.ahead = Ahead{};
     }
 
-    // Products ask each eight steps of six rows, and for 64 rows and steps so many times: of K^T V, and of Q S and W V.
+    // A product asks once for each eight steps of six rows. For 64 rows and 64 steps these are the numbers of times: of
+    // K^T V, and of Q S and W V.
     LinearAhead &within_sums() { return stops += 80, *this; }
     LinearAhead &within_rows() { return stops += 140, *this; }
 

@@ -113,7 +113,7 @@ class Ahead {
         lines_ += p.rows * ((p.bytes + 63) / 64);
     }
 
-    // Sets the pace: all lines within the product of `rows` rows by so many vectors in `steps` steps.
+    // Sets the pace: all lines within the product of `rows` rows by `vectors` vectors in `steps` steps.
     void start(int64_t rows, int64_t steps, int vectors) {
         const int64_t passes = (vectors + VECTORS - 1) / VECTORS;
         const int64_t at_once = rows_at_once(vectors < VECTORS ? vectors : VECTORS);

@@ -233,11 +233,11 @@ def _backends(problems: list[str]) -> dict[str, dict[str, str]]:
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
         q = torch.zeros(1, 4, 97, 32, device=device, requires_grad=True)
         plan = explain(q, q, q, mask=Causal())
-        told = {name: "; ".join(reasons) for name, reasons in plan.passed_over.items()}
+        refused = {name: "; ".join(reasons) for name, reasons in plan.passed_over.items()}
         order = [*ORDER.get(device, ()), *sorted(BACKENDS)]
         later = f"takes what {plan.backend} refuses"
         found[device] = {
-            name: "runs" if name == plan.backend else told.get(name, later)
+            name: "runs" if name == plan.backend else refused.get(name, later)
             for name in sorted(BACKENDS, key=order.index)
         }
     return found

@@ -100,7 +100,7 @@ def _library(found: dict[str, Any]) -> list[str]:
 def _backends(found: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     for device, backends in found["backends"].items():
-        lines += _lines(f"backends, {device}", [f"{name:12}{told}" for name, told in backends.items()])
+        lines += _lines(f"backends, {device}", [f"{name:12}{state}" for name, state in backends.items()])
     if lines and "cuda" not in found["backends"]:
         built = "finds no GPU" if found["torch"]["cuda"] else "was built without CUDA"
         lines += _lines("backends, cuda", [f"none: torch {built}"])

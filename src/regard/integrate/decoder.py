@@ -75,7 +75,7 @@ def decoder_of(model: Any) -> Decoder:
     source = config if config.is_encoder_decoder and type(text) is type(config) else text
     name = _name(config) if module is None else type(module).__name__
     _check_takes_caches(model, _class_that_takes_caches(module) if module is not None else _class_of(config), name)
-    is_paired = config.is_encoder_decoder or source.is_encoder_decoder  # a decoder alone may not be told of its encoder
+    is_paired = config.is_encoder_decoder or source.is_encoder_decoder  # a decoder alone may not know of its encoder
     if module is None:
         is_latent = any(hasattr(kind, "expand_kv") for kind in classes_of(source))
         return Decoder(name, text, source, is_latent, is_paired)

@@ -127,7 +127,7 @@ def kept_by_distance(
 
 
 def _is_complete(device: torch.device) -> bool:
-    """Whether what this stream was told to make may be kept for calls on every stream; waits for it on a GPU.
+    """Whether what this stream was asked to compute may be kept for calls on every stream; waits for it on a GPU.
 
     Not while a CUDA graph is captured: nothing may wait then, and the memory is the graph's.
     """
