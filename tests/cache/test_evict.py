@@ -230,6 +230,14 @@ def test_a_share_of_the_tokens_that_were_seen(kind: type[Eviction], options: dic
     assert cache.tokens == 76 + 1
 
 
+@pytest.mark.parametrize("percent", range(1, 100))
+def test_a_share_is_exact_where_its_float_is_not(percent: int):
+    """0.55 * 100 is 55.00000000000001: 55 tokens stay of 100, and not 56. Others are rounded up."""
+    policy = Knorm(percent / 100, sinks=0, recent=0)
+    for seen in range(1, 500):
+        assert policy.kept(seen) == -(-percent * seen // 100)
+
+
 def test_a_share_never_goes_below_what_always_stays():
     cache, s = KVCache(evict=Knorm(0.1, recent=3)), stream(40)
     feed(cache, s, [20])

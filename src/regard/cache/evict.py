@@ -87,11 +87,21 @@ class Eviction:
         """How many tokens stay when `seen` were seen."""
         if isinstance(self.budget, int):
             return self.budget
-        return max(math.ceil(self.budget * seen), self.sinks + self.last(0) + 1)
+        return max(_rounded_up(self.budget * seen), self.sinks + self.last(0) + 1)
 
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+
+def _rounded_up(tokens: float) -> int:
+    """A number of tokens, rounded up, unless it is a whole one except for the rounding of a float.
+
+    >>> 0.55 * 100, _rounded_up(0.55 * 100), _rounded_up(0.55 * 101)
+    (55.00000000000001, 55, 56)
+    """
+    nearest = round(tokens)
+    return nearest if math.isclose(tokens, nearest, rel_tol=1e-12) else math.ceil(tokens)
 
 
 class EvictionState(Generic[E]):

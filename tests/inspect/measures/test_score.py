@@ -1,5 +1,7 @@
 """Scores and their intervals: what is drawn anew, and what an interval is worth."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -131,3 +133,12 @@ def test_draws_of_sequences_go_together():
     values = torch.rand(4, 1, dtype=torch.float64)
     up, down = HeadScores(values, torch.zeros(4, 1)), HeadScores(1 - values, torch.zeros(4, 1))
     torch.testing.assert_close(up.draws(), 1 - down.draws())
+
+
+def test_the_best_of_sequences_without_a_score_is_not_counted():
+    value = torch.tensor([[torch.nan, 0.5], [torch.nan, torch.nan], [0.5, torch.nan]])
+    scores = HeadScores(value, value, at=torch.tensor([[9, 1], [9, 8], [3, 8]]))
+    at = scores.most_common_at()
+    assert at is not None
+    assert at.tolist() == [3, 1]
+    assert replace(scores, at=None).most_common_at() is None

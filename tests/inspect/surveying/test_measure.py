@@ -66,6 +66,16 @@ def test_a_survey_takes_a_measure_of_the_user():
     assert made.head(name).value("two_back") == pytest.approx(value, abs=1e-6)
 
 
+@pytest.mark.parametrize("key", ["positional", "column"])
+def test_the_best_of_several_texts_is_that_of_most_of_them(decoder, key):
+    """Not that of the first one, which is another in some heads."""
+    first, other = torch.randint(97, (2, 31))
+    alone, of_other = (measure(decoder, ids, key)[key].at for ids in (first, other))
+    assert not torch.equal(alone, of_other)
+    assert torch.equal(measure(decoder, torch.stack([first, other, other]), key)[key].at, of_other)
+    assert torch.equal(measure(decoder, torch.stack([first, other]), key)[key].at, alone)
+
+
 def test_a_pattern_is_the_mass_on_its_pairs(decoder):
     """Of pairs, of the same pairs as a matrix, and by the dense weights."""
     ids = torch.randint(97, (2, 23))

@@ -89,6 +89,19 @@ class HeadScores:
         """The mean chance value of the sequences that have a score, [heads]."""
         return self.chance.where(~self.value.isnan(), torch.nan).nanmean(0)
 
+    def most_common_at(self) -> Tensor | None:
+        """`at` of most of the sequences that have a score, [heads], in a tie that of the first of them; None if None.
+
+        >>> nothing = torch.zeros(3, 1)
+        >>> HeadScores(nothing, nothing, at=torch.tensor([[4], [2], [2]])).most_common_at()
+        tensor([2])
+        """
+        if self.at is None:
+            return None
+        counted = ~self.value.isnan()  # [batch, heads]
+        votes = ((self.at[:, None] == self.at) & counted).sum(1) * counted
+        return self.at.gather(0, votes.argmax(0, keepdim=True))[0]
+
     @property
     def over(self) -> str:
         """The samples of an interval: "sequences", "blocks of rows", or "nothing" where there are not two of either."""

@@ -42,8 +42,9 @@ class LayerScores:
         self.of[measure.key] = list(_estimates(score, draws, bounded=measure.unit in SHARES))
         if measure.key in NAMERS:
             self.drawn[measure.key] = draws
-        if score.at is not None and measure.at is not None:
-            self.of[f"{measure.key}_at"] = [Estimate(number) for number in score.at[0].double().tolist()]
+        at = score.most_common_at()
+        if at is not None and measure.at is not None:
+            self.of[f"{measure.key}_at"] = [Estimate(number) for number in at.double().tolist()]
 
     def joined(self, other: "LayerScores | None") -> "LayerScores":
         """These scores and others of the same heads."""

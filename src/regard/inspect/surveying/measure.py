@@ -40,7 +40,8 @@ class Measured:
     Attributes:
         value, chance: the score and that of uniform attention, float64 [layers, heads]; NaN where there is none.
         low, high: the 95 % interval over sequences or blocks of rows, [layers, heads].
-        at: for a score that is the best of several, which one, [layers, heads]; None for other measures.
+        at: for a score that is the best of several, which one, [layers, heads]; None for other measures. Of several
+            texts, each of which has its own best, that of most of them.
         layers: the layer number of each row.
     """
 
@@ -56,7 +57,7 @@ class Measured:
     def of(cls, measure: Measure, scores: Mapping[int, HeadScores]) -> "Measured":
         """The result of a measure, from the scores of each layer by its number."""
         intervals = [score.interval() for score in scores.values()]
-        at = [score.at[0] for score in scores.values() if score.at is not None]
+        at = [found for score in scores.values() if (found := score.most_common_at()) is not None]
         return cls(
             measure,
             _stack(score.mean() for score in scores.values()),
