@@ -56,4 +56,4 @@ left_out="decoding_gives_the_bits or far_strides"
     -k "(chosen or neon) and not ($left_out)" --numprocesses 2 --quiet
 REGARD_PLAIN=$("$venv/bin/python" -c 'from regard import native; print(native._find())')
 export REGARD_PLAIN REGARD_MACHINE="exec qemu-aarch64 -L /usr/aarch64-linux-gnu $place/machine $place/libregard.so"
-PYTHONPATH="$place" OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p relayed -p no:cacheprovider "$@"
+PYTHONPATH="$place" OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest --long -p relayed -p no:cacheprovider "$@"

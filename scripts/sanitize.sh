@@ -77,4 +77,4 @@ PYTHON
 runtimes=""
 for name in asan ubsan stdc++; do runtimes="$runtimes:$("$compiler" -print-file-name="lib$name.so")"; done
 env LD_PRELOAD="${runtimes#:}" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$place" \
-    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p sanitized -p no:cacheprovider "$@"
+    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest --long -p sanitized -p no:cacheprovider "$@"

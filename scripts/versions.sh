@@ -70,7 +70,7 @@ for version in "${versions[@]}"; do
     name=torch-$version-python-$("$python" -c 'import platform; print(platform.python_version())')
     prepare "$version" "$venv/versions/$name"
     echo "== $name"
-    "$venv/versions/$name/bin/python" -m pytest --quiet -p no:cacheprovider --tb=short --show-capture=no \
+    "$venv/versions/$name/bin/python" -m pytest --quiet --long -p no:cacheprovider --tb=short --show-capture=no \
         -W "ignore:Guards may run slower on Python" "${tests[@]}" || failed=1
 done
 exit $failed

@@ -2,9 +2,10 @@
 
 The file has a line for each long test, with the number of its cases that the default run keeps, spread evenly; most
 keep none. `./test --write-long` measures the tests of the default run and writes the file anew. It changes nothing
-where tests are chosen by name (`-k`, `FILE::TEST`). Some tests stay whatever they take: those marked `representative`,
-which are the first to fail where a whole way of calling breaks (compiled, on a GPU's kernels, from the command line),
-the rules of tests/architecture, doctests, and the shortest test of a file that would have none.
+with `--long`, as scripts/ run tests, nor where tests are chosen by name (`-k`, `FILE::TEST`). Some tests stay whatever
+they take: those marked `representative`, which are the first to fail where a whole way of calling breaks (compiled, on
+a GPU's kernels, from the command line), the rules of tests/architecture, doctests, and the shortest test of a file that
+would have none.
 """
 
 from collections import defaultdict
@@ -32,6 +33,7 @@ stale: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help=f"run the tests that tests/{LISTED.name} leaves out as well")
     parser.addoption("--write-long", action="store_true", help=f"measure the default run and write tests/{LISTED.name}")
 
 
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def applies(config: pytest.Config) -> bool:
     """Whether this run leaves long tests out: not where all are run or measured, nor where some are named."""
     named = config.option.keyword or any("::" in argument for argument in config.args)
-    return not (named or config.getoption("--all") or config.getoption("--write-long"))
+    return not (named or any(config.getoption(option) for option in ("--all", "--long", "--write-long")))
 
 
 def test_of(nodeid: str) -> str:
