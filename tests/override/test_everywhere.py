@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard import ProblemError, RefusalError, native
@@ -397,6 +398,14 @@ def test_the_report_prints_what_was_caught_and_how_much_faster(capsys: pytest.Ca
     assert decide.DROPOUT in printed
     assert printed.strip() == str(caught)
     assert caught.rows[0].ratio is not None
+
+
+def test_a_counter_of_flops_counts_no_call_that_is_timed():
+    inputs = qkv()
+    with regard.everywhere(report=True), FlopCounterMode(display=False) as counter:
+        for _ in range(5):
+            F.scaled_dot_product_attention(*inputs)
+    assert counter.get_total_flops() == 5 * 4 * inputs[0].numel() * 256
 
 
 @pytest.fixture

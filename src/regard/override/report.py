@@ -14,10 +14,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from regard.torch_internals import is_compiling
+from regard.torch_internals import dispatch_modes, is_compiling
 
 TIMED = range(2, 5)
-"""The calls of a form that are measured; the first makes a plan."""
+"""The calls of a form that are measured; the first makes a plan. None are under a mode that sees all operators."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
             row = tally.by_form.get(form) or tally.by_form.setdefault(form, Row(form))
             row.calls += 1
             rows.append(row)
-            if tally.measures and why is None and not traced and row.calls in TIMED:
+            if tally.measures and why is None and not traced and row.calls in TIMED and not dispatch_modes():
                 timed.append(row)
     _remember(known, counting, rows)
     return timed
