@@ -205,6 +205,41 @@ def test_an_exported_program_needs_no_regard():
     assert not [node for node in graph.nodes if "regard" in str(node.target)]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("tokens", [40, 256])
+def test_an_exported_program_serves_any_length(strict: bool, tokens: int):
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    lengths = {"q": {0: torch.export.Dim("batch", max=64), 2: torch.export.Dim("tokens", max=4096)}}
+    with regard.everywhere() as caught:
+        program = torch.export.export(Attention(), (of_size(2, 8, tokens, 64),), dynamic_shapes=lengths, strict=strict)
+    assert [row.form.why for row in caught.rows] == [decide.KIND]
+    q = of_size(3, 8, 20, 64)
+    torch.testing.assert_close(program.module()(q), F.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learned", [False, True])
+def test_one_compiled_graph_serves_all_lengths_that_regard_runs(dtype: torch.dtype, learned: bool):
+    graphs = list[Any]()
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=count, dynamic=True)
+    with regard.everywhere() as caught:
+        for tokens in (256, 320, 384):
+            q = of_size(2, 8, tokens, 64, dtype=dtype, requires_grad=learned)
+            tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+            torch.testing.assert_close(run(q), F.scaled_dot_product_attention(q, q, q), **tolerance)
+    assert len(graphs) == 1
+    traced = [row.form for row in caught.rows if "traced" in row.form.text]
+    assert [(form.query, form.keys, form.why) for form in traced] == [((2, 8, 256, 64), 256, None)]
+
+
 def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
     run: Any = torch.compile(
         lambda q: F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2), backend="aot_eager", dynamic=True

@@ -139,7 +139,7 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
     form = _forms.get(known)
     if form is None:
         text = f"{str(like.dtype).removeprefix('torch.')}{kind}{', traced' if traced else ''}"
-        form = Form(tuple(int(size) for size in query), int(keys), text, why)
+        form = Form(tuple(map(_example, query)), _example(keys), text, why)
         if known is not None and len(_forms) < FORMS:
             _forms[known] = form
     timed: list[Row] = []
@@ -154,6 +154,14 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
                 timed.append(row)
     _remember(known, counting, rows)
     return timed
+
+
+def _example(size: int | torch.SymInt) -> int:
+    """A size; of one that torch.compile traces, that of the example, or 0.
+
+    `int` would make a constant of it, and a graph for each size.
+    """
+    return size.node.hint or 0 if isinstance(size, torch.SymInt) else int(size)
 
 
 def rows_of(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: str) -> list[Row] | None:
