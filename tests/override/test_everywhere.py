@@ -220,6 +220,17 @@ def test_an_exported_program_serves_any_length(strict: bool, tokens: int):
     torch.testing.assert_close(program.module()(q), F.scaled_dot_product_attention(q, q, q, is_causal=True))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_encoder_layer_that_is_exported_for_inference_serves_any_length(strict: bool):
+    layer = nn.TransformerEncoderLayer(128, 4, batch_first=True).eval()
+    lengths = {"src": {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("tokens", max=4096)}}
+    with torch.no_grad():
+        with regard.everywhere():
+            program = torch.export.export(layer, (of_size(2, 256, 128),), dynamic_shapes=lengths, strict=strict)
+        x = of_size(3, 20, 128)
+        torch.testing.assert_close(program.module()(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("learned", [False, True])
 def test_one_compiled_graph_serves_all_lengths_that_regard_runs(dtype: torch.dtype, learned: bool):
