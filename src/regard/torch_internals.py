@@ -443,6 +443,12 @@ dispatch_modes: Callable[[], int] = _find(
 )
 """How many dispatch modes are on, as torch's FLOP counter is one; torch 2.0."""
 
+_saving_hooks: Callable[[bool], object | None] = _find(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda _: None,
+    "a checkpoint inside regard.everywhere() may raise CheckpointError where attention has a mask",
+)
+
 _find(
     "torch.autograd.forward_ad._current_level",
     None,
@@ -470,6 +476,14 @@ def is_compiling() -> bool:
     There `torch.compiler.is_compiling` says no in torch 2.11 (`TracingContext`; torch 2.1).
     """
     return torch.compiler.is_compiling() or _tracing_context() is not None
+
+
+def in_checkpoint() -> bool:
+    """Whether hooks see what is saved for the backward pass, as those of `torch.utils.checkpoint` do.
+
+    It compares the tensors that a function saves with those of its second run (`_top_saved_tensors_default_hooks`).
+    """
+    return _saving_hooks(False) is not None
 
 
 def in_forward_mode() -> bool:

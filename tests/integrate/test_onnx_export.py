@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard import (
     Alibi,
     Causal,
@@ -275,6 +276,16 @@ def test_a_program_that_torch_exported_before_is_taken(version: int):
     check(export(program, opset_version=version, verbose=False), fn, inputs, others)
     plain = torch.onnx.export(program.run_decompositions(decompositions()), dynamo=True, verbose=False)
     check(plain, fn, inputs, others)
+
+
+def test_a_model_is_written_while_regard_runs_torchs_attention():
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, mask=TensorMask(torch.ones(200, 200).tril().bool()))
+
+    inputs = qkv(2, 200, 200)
+    with regard.everywhere():
+        program = torch.onnx.export(Model(masked).eval(), inputs, dynamo=True, verbose=False)
+    check(program, masked, inputs)
 
 
 def test_a_module_is_exported_with_its_rotation_and_its_mask():

@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard import ProblemError, RefusalError, native
@@ -202,6 +203,52 @@ def test_an_exported_program_needs_no_regard():
     with regard.everywhere():
         graph = torch.export.export(layer, (of_size(2, 256, 128),)).graph
     assert not [node for node in graph.nodes if "regard" in str(node.target)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("tokens", [40, 256])
+def test_an_exported_program_serves_any_length(strict: bool, tokens: int):
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    lengths = {"q": {0: torch.export.Dim("batch", max=64), 2: torch.export.Dim("tokens", max=4096)}}
+    with regard.everywhere() as caught:
+        program = torch.export.export(Attention(), (of_size(2, 8, tokens, 64),), dynamic_shapes=lengths, strict=strict)
+    assert [row.form.why for row in caught.rows] == [decide.KIND]
+    q = of_size(3, 8, 20, 64)
+    torch.testing.assert_close(program.module()(q), F.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_encoder_layer_that_is_exported_for_inference_serves_any_length(strict: bool):
+    layer = nn.TransformerEncoderLayer(128, 4, batch_first=True).eval()
+    lengths = {"src": {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("tokens", max=4096)}}
+    with torch.no_grad():
+        with regard.everywhere():
+            program = torch.export.export(layer, (of_size(2, 256, 128),), dynamic_shapes=lengths, strict=strict)
+        x = of_size(3, 20, 128)
+        torch.testing.assert_close(program.module()(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learned", [False, True])
+def test_one_compiled_graph_serves_all_lengths_that_regard_runs(dtype: torch.dtype, learned: bool):
+    graphs = list[Any]()
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=count, dynamic=True)
+    with regard.everywhere() as caught:
+        for tokens in (256, 320, 384):
+            q = of_size(2, 8, tokens, 64, dtype=dtype, requires_grad=learned)
+            tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+            torch.testing.assert_close(run(q), F.scaled_dot_product_attention(q, q, q), **tolerance)
+    assert len(graphs) == 1
+    traced = [row.form for row in caught.rows if "traced" in row.form.text]
+    assert [(form.query, form.keys, form.why) for form in traced] == [((2, 8, 256, 64), 256, None)]
 
 
 def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
@@ -397,6 +444,14 @@ def test_the_report_prints_what_was_caught_and_how_much_faster(capsys: pytest.Ca
     assert decide.DROPOUT in printed
     assert printed.strip() == str(caught)
     assert caught.rows[0].ratio is not None
+
+
+def test_a_counter_of_flops_counts_no_call_that_is_timed():
+    inputs = qkv()
+    with regard.everywhere(report=True), FlopCounterMode(display=False) as counter:
+        for _ in range(5):
+            F.scaled_dot_product_attention(*inputs)
+    assert counter.get_total_flops() == 5 * 4 * inputs[0].numel() * 256
 
 
 @pytest.fixture

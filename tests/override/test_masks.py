@@ -1,6 +1,7 @@
 """Masks of torch's attention inside `regard.everywhere()`: added when they are new, and skipped when they are known."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import regard
 from regard import native, observe_calls
@@ -136,6 +138,39 @@ def test_gradients_of_a_float_mask_are_torchs(hidden: float | None, kind: str):
     theirs = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sin().sum(), leaves)
     with regard.everywhere():
         ours = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sin().sum(), leaves)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+def save_others(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A selective checkpoint that computes attention again, and keeps the results of all other operators."""
+    is_attention = "regard" in str(operator) or "attention" in str(operator)
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_attention else CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("tokens", [128, 256])  # below and above READ_AT_ONCE
+@pytest.mark.parametrize("kind", ["bools", "floats"])
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_finds_a_call_with_a_mask_as_it_was_at_first(
+    tokens: int, kind: str, selective: bool, monkeypatch: pytest.MonkeyPatch
+):
+    leaves = qkv(2, 8, tokens, 64, requires_grad=True)
+    mask = (torch.rand(2, 1, tokens, tokens) < 0.6) | torch.eye(tokens).bool()
+    if kind == "floats":
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    mask_content._seen.clear()
+    monkeypatch.setattr(mask_content, "READ_AFTER", 3 * leaves[0].numel() * tokens)  # in the second run
+
+    def twice(*leaves: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(*leaves, mask).clone()
+        return F.scaled_dot_product_attention(first, *leaves[1:], mask)
+
+    words = {"context_fn": partial(create_selective_checkpoint_contexts, save_others)} if selective else {}
+    theirs = torch.autograd.grad(twice(*leaves).sin().sum(), leaves)
+    with regard.everywhere() as caught:
+        out = checkpoint(twice, *leaves, use_reentrant=False, **words)
+        ours = torch.autograd.grad(out.sin().sum(), leaves)
+    assert {row.form.why for row in caught.rows} == {None}
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.dispatch.onnx_form import is_exporting_to_onnx
 from regard.torch_internals import (
     FakeTensor,
     FunctionalTensor,
@@ -30,6 +31,8 @@ LEAST_OF_FEW = {1: 20_000, 2: 80_000}
 
 Decoding with 8 heads and 128 keys is 3 times as fast here.
 """
+
+_FEWEST = max(LEAST_OF_FEW)
 
 FEW = range(5, 25)
 """Queries for which torch's kernel is the faster one in float32, by 5 to 25 %, where nothing is hidden."""
@@ -76,8 +79,8 @@ def is_small(products: int, queries: int, keys: int, dtype: torch.dtype, gradien
     least = LEAST.get(dtype, LEAST[torch.float32])
     if gradients:
         least *= WITH_GRADIENTS if wide else 1
-    elif not wide:
-        least = LEAST_OF_FEW.get(queries, least)
+    elif not wide and queries <= _FEWEST:
+        least = LEAST_OF_FEW.get(int(queries), least)  # a size that torch traces has no hash
     return products < least * torch.get_num_threads()
 
 
@@ -94,6 +97,8 @@ def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: flo
     """The reason for which a call is passed on to torch; None if regard runs it."""
     if query.ndim < 2 or key.ndim < 2:
         return SHAPE
+    if type(query) not in _PLAIN and not _is_known(query):
+        return KIND  # before its sizes are compared: torch.export makes conditions of the program of that
     gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     queries, keys = query.shape[-2], key.shape[-2]
     if is_small(query.numel() * keys, queries, keys, query.dtype, gradients):
@@ -120,4 +125,9 @@ def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: flo
 def _is_known(t: Any) -> bool:
     """Whether it is an ordinary tensor, or one that torch.compile traces."""
     kind = type(t)
-    return kind in _PLAIN or t is None or (kind in _TRACED and is_compiling())
+    return kind in _PLAIN or t is None or (kind in _TRACED and is_compiling() and not _is_exporting())
+
+
+def _is_exporting() -> bool:
+    """Whether torch.export is at work, or torch's export to ONNX, which has no other operators than torch's."""
+    return torch.compiler.is_exporting() or is_exporting_to_onnx()

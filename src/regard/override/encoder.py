@@ -95,7 +95,12 @@ def _attention(
 
 
 def _is_opened(x: Tensor, mask: Tensor | None) -> bool:
-    """Whether the attention of [batch, tokens, width] is worth a call of its own."""
+    """Whether the attention of [batch, tokens, width] is worth a call of its own.
+
+    A program that torch.export makes has torch's functions, and must not have conditions of its sizes.
+    """
+    if torch.compiler.is_exporting():
+        return False
     plain = not x.is_nested and x.device.type == "cpu" and x.ndim == 3 and (mask is None or not mask.is_nested)
     return plain and not is_small(x.numel() * x.shape[1], x.shape[1], x.shape[1], x.dtype)
 

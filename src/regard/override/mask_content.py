@@ -5,6 +5,9 @@ dtype) for a hidden pair and 0, or a bias such as ALiBi, for a visible one. rega
 needs a schedule for that, which takes 1 to 2 ms for a mask that it did not see before. A model gives each batch a new
 mask and uses it in every layer. So a mask, known by a digest of its content, is at first added to the scores, as torch
 does; once calls with it have had the work of 10 ms, it is read, and its hidden tiles are skipped from then on.
+
+A checkpoint runs a call twice and compares what both save for the backward pass. There the call alone decides, not the
+calls before it.
 """
 
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from regard.describe.tensors import content_key, is_without_data
 from regard.lru_cache import LRUCache
+from regard.torch_internals import dispatch_modes, in_checkpoint
 
 READ_AFTER = 100_000_000
 """Multiply-adds of `query @ key^T` of all calls with a mask, from which it is read: 10 ms of torch's kernel, 1 thread.
@@ -21,6 +25,9 @@ READ_AFTER = 100_000_000
 To read it takes as long as 10 to 20 million of these. Where an encoder has padded batches of 8 x 48 tokens, 4 heads and
 2 to 12 layers, a new mask for each batch made a call 1.8 to 4.8 times as long when it was read at its second call.
 """
+
+READ_AT_ONCE = 20_000_000
+"""The same of one call in a checkpoint, from which its mask is read: as long as reading takes."""
 
 HIDDEN = -1e30
 """What is added to a score that must get no weight: -inf, or about the least number of float32 and bfloat16."""
@@ -62,19 +69,29 @@ def readable(mask: Tensor | None, products: int, dtype: torch.dtype) -> tuple[Te
     """
     if mask is None:
         return None, None
-    if is_without_data(mask) or torch.compiler.is_compiling():
+    if is_without_data(mask) or torch.compiler.is_compiling() or dispatch_modes():
+        # a mode of a selective checkpoint keeps the results of operators: there are as many in its second run
         return (mask, None) if mask.dtype == torch.bool else (None, mask)
     if not _may_hide(mask):
         return None, mask
+    found = _found(mask, products)
+    if found is None:
+        return None, _added(mask, dtype)
+    return found.keeps, mask if found.is_added or mask.requires_grad else None
+
+
+def _found(mask: Tensor, products: int) -> Content | None:
+    """The content of the mask; None before it is read."""
+    at_once = in_checkpoint()
+    if at_once and products < READ_AT_ONCE:
+        return None
     key = content_key(mask)
     found = _seen.get(key) or 0
     if isinstance(found, int):
         products += found
-        found = products if products < READ_AFTER else _read(mask)
+        found = _read(mask) if at_once or products >= READ_AFTER else products
         _seen.put(key, found)
-    if isinstance(found, int):
-        return None, _added(mask, dtype)
-    return found.keeps, mask if found.is_added or mask.requires_grad else None
+    return None if isinstance(found, int) else found
 
 
 def _may_hide(mask: Tensor) -> bool:
@@ -90,7 +107,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask as numbers that are added to the scores."""
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    return torch.where(mask, torch.zeros((), dtype=dtype), -torch.inf)
 
 
 @torch.inference_mode(False)

@@ -14,10 +14,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from regard.torch_internals import is_compiling
+from regard.torch_internals import dispatch_modes, is_compiling
 
 TIMED = range(2, 5)
-"""The calls of a form that are measured; the first makes a plan."""
+"""The calls of a form that are measured; the first makes a plan. None are under a mode that sees all operators."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
     form = _forms.get(known)
     if form is None:
         text = f"{str(like.dtype).removeprefix('torch.')}{kind}{', traced' if traced else ''}"
-        form = Form(tuple(int(size) for size in query), int(keys), text, why)
+        form = Form(tuple(map(_example, query)), _example(keys), text, why)
         if known is not None and len(_forms) < FORMS:
             _forms[known] = form
     timed: list[Row] = []
@@ -150,10 +150,18 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
             row = tally.by_form.get(form) or tally.by_form.setdefault(form, Row(form))
             row.calls += 1
             rows.append(row)
-            if tally.measures and why is None and not traced and row.calls in TIMED:
+            if tally.measures and why is None and not traced and row.calls in TIMED and not dispatch_modes():
                 timed.append(row)
     _remember(known, counting, rows)
     return timed
+
+
+def _example(size: int | torch.SymInt) -> int:
+    """A size; of one that torch.compile traces, that of the example, or 0.
+
+    `int` would make a constant of it, and a graph for each size.
+    """
+    return size.node.hint or 0 if isinstance(size, torch.SymInt) else int(size)
 
 
 def rows_of(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: str) -> list[Row] | None:
