@@ -55,13 +55,19 @@ def test_version_tells_what_is_installed(capsys):
             ["inspect", "--modle", "x"],
             "unrecognized arguments: --modle. Did you mean --model? See regard inspect --help.",
         ),
-        (["generate", "--tokns", "3", "x"], "unrecognized arguments: --tokns (tokens to generate are --max-new-tokens)."),
+        (
+            ["generate", "--tokns", "3", "x"],
+            "unrecognized arguments: --tokns (tokens to generate are --max-new-tokens).",
+        ),
         (["inspct"], ". Did you mean inspect? See regard --help."),
         (["generate", "x", "--cache", "int9"], "Did you mean int8? See regard generate --help."),
         (["bench", "--quick"], "--rounds 3). See"),
         (["cost", "gpt2", "--context", "9" * 20], "99999999999999999999 is too large: expected at most 99999999999."),
         (["bench", "--queries", "0"], "expected 1, 2, 3 ... See regard bench --help."),
-        (["inspect", "--top", "3", "--compare", "b"], "--compare (another model is --compare-model). See regard inspect"),
+        (
+            ["inspect", "--top", "3", "--compare", "b"],
+            "--compare (another model is --compare-model). See regard inspect",
+        ),
         (["generate", "x", "--compare"], "--compare (a plain cache is --compare-cache). See regard generate"),
     ],
 )
