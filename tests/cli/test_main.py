@@ -1,6 +1,7 @@
 """The command `regard` itself: help, versions, and how it ends."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import regard
-from regard.cli.main import main
+from regard.cli.main import HINTS, main
 
 
 def test_without_a_command_it_tells_what_it_can_do(capsys):
@@ -44,16 +45,20 @@ def test_version_tells_what_is_installed(capsys):
         (["inspect", "--top", "1.5"], "'1.5' is no count"),
         (["inspect", "one", "two"], "unrecognized arguments: two"),
         (["inspect", "--model"], "expected one argument"),
-        (["generate", "--prompt", "why?"], "unrecognized arguments: --prompt (the prompt takes no option)"),
-        (["generate", "why?", "--tokens=3"], "--tokens=3 (it is --max-new-tokens, or --prompt-tokens for the prompt)"),
-        (["--report"], "--report (it is for a program: regard --report script.py; the page is --html). See regard"),
+        (["generate", "--prompt", "why?"], "--prompt (the prompt takes no option, a file of it --prompt-file). See"),
+        (["inspect", "why?", "--tokens=3"], "(tokens to generate are --max-new-tokens; those of the prompt are --pro"),
+        (["--report"], "--report (it is for a program: regard --report script.py). See regard"),
+        (["inspect", "--report"], "(it is for a program: regard --report script.py; the page is --html). See regard"),
         (["bench", "--repeat", "3"], "--repeat (the number of rounds is --rounds"),
         (["bench", "--heads", "8"], "--heads (a number of heads is --query-heads)"),
         (
             ["inspect", "--modle", "x"],
             "unrecognized arguments: --modle. Did you mean --model? See regard inspect --help.",
         ),
-        (["generate", "--tokns", "3", "x"], "unrecognized arguments: --tokns (it is --max-new-tokens, or"),
+        (
+            ["generate", "--tokns", "3", "x"],
+            "unrecognized arguments: --tokns (tokens to generate are --max-new-tokens).",
+        ),
         (["inspct"], ". Did you mean inspect? See regard --help."),
         (["generate", "x", "--cache", "int9"], "Did you mean int8? See regard generate --help."),
         (["bench", "--quick"], "--rounds 3). See"),
@@ -61,8 +66,9 @@ def test_version_tells_what_is_installed(capsys):
         (["bench", "--queries", "0"], "expected 1, 2, 3 ... See regard bench --help."),
         (
             ["inspect", "--top", "3", "--compare", "b"],
-            "(it is --compare-model, or --compare-cache). See regard inspect",
+            "--compare (another model is --compare-model). See regard inspect",
         ),
+        (["generate", "x", "--compare"], "--compare (a plain cache is --compare-cache). See regard generate"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
@@ -73,6 +79,21 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments, message, capsys):
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
     assert err.startswith("regard")
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "evaluate", "bench", "cost", "doctor"])
+@pytest.mark.parametrize("option", [*HINTS, "--bogus", "--html", "--plot"])
+def test_no_option_is_advised_that_the_command_does_not_have(command, option, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    known = {*re.findall(r"--[\w-]+", capsys.readouterr().out)}
+    if option in known:
+        return
+    with pytest.raises(SystemExit):
+        main([command, option])
+    advice = capsys.readouterr().err.split("unrecognized arguments: ")[1].removeprefix(option)
+    program = "regard --report script.py"
+    assert {*re.findall(r"--[\w-]+", advice.replace(program, ""))} <= known | {"--help"}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of a full disk is Linux's")
@@ -114,7 +135,7 @@ def test_files_are_read_as_utf_8_in_any_locale(arguments):
 PROBE = """
 import sys, time
 start = time.perf_counter()
-from regard.cli.main import main
+from regard.cli.main import HINTS, main
 try:
     main(sys.argv[1:])
 finally:

@@ -231,8 +231,12 @@ def test_one_expert_is_a_dense_mlp_where_the_family_makes_one():
 def test_unknown_models_list_near_names():
     with pytest.raises(ProblemError, match=r"unknown model 'llama-2-80b'. Near: llama-2-70b"):
         load_model("llama-2-80b")
+    with pytest.raises(ProblemError, match=r"unknown model 'meta-llama/Llama-2-80b'. Near: llama-2-70b"):
+        load_model("meta-llama/Llama-2-80b")
     with pytest.raises(ProblemError, match="there is no directory"):
         load_model("./nowhere")
+    with pytest.raises(ProblemError, match="there is no directory path/to/folder, and no published model of this name"):
+        load_model("path/to/folder")
     with pytest.raises(ProblemError, match=r"unknown field 'kv_head'. Near: kv_heads"):
         from_fields("m", "here", {"kv_head": 1})
 

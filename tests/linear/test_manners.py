@@ -430,6 +430,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "favor of another size": ({"features": Favor(5)}, "maps vectors of 5 elements, and these have 4"),
     "favor without a normaliser": ({"features": Favor(4), "normalise": False}, "without normalisation"),
     "favor gated": ({"features": Favor(4, features=4), "rule": Gated(torch.zeros(1, 2, 7, 4))}, "other features"),
+    "favor with delta": (
+        {"features": FAVOR, "rule": Delta(torch.ones(1, 2, 7))},
+        "expected Decay or no rule, or other",
+    ),
     "dot products normalised": ({"features": None, "normalise": True}, "may be negative"),
     "delta normalised": ({"rule": Delta(torch.ones(1, 2, 7)), "normalise": True}, "Delta replaces the value of a key"),
     "too many decays": ({"rule": Decay(torch.ones(3))}, "has 3 decays, and k has 2 heads"),

@@ -58,25 +58,25 @@ from regard.cli import bench, cost, doctor, evaluate, generate, inspect, script
 from regard.errors import RegardError
 
 HINTS = {
-    "--prompt": "the prompt takes no option",
-    "--text": "the prompt takes no option",
-    "--out": "the page is --html",
-    "--output": "files are --html, --json, --csv",
-    "--report": "it is for a program: regard --report script.py; the page is --html",
-    "--page": "the page is --html, the size of a cache's pages --page-size",
-    "--tokens": "it is --max-new-tokens, or --prompt-tokens for the prompt",
-    "--write": "tokens to generate are --max-new-tokens",
-    "--compare": "it is --compare-model, or --compare-cache",
-    "--measure": "it is --measures",
-    "--layer": "it is --layers",
-    "--head": "it is --heads",
-    "--heads": "a number of heads is --query-heads",
-    "--group": "it is --group-size",
-    "--no-end": "it is --ignore-eos",
-    "--quick": "the number of rounds is --rounds, such as --rounds 3",
-    "--repeat": "the number of rounds is --rounds, such as --rounds 3",
+    "--prompt": ("the prompt takes no option, a file of it --prompt-file",),
+    "--text": ("the prompt takes no option, a file of it --prompt-file",),
+    "--out": ("the page is --html", "results are --json", "a table is --csv", "a picture is --plot"),
+    "--output": ("the page is --html", "results are --json", "a table is --csv", "a picture is --plot"),
+    "--report": ("it is for a program: regard --report script.py", "the page is --html"),
+    "--page": ("the page is --html", "the size of a cache's pages is --page-size"),
+    "--tokens": ("tokens to generate are --max-new-tokens", "those of the prompt are --prompt-tokens"),
+    "--write": ("tokens to generate are --max-new-tokens",),
+    "--compare": ("another model is --compare-model", "a plain cache is --compare-cache"),
+    "--measure": ("it is --measures",),
+    "--layer": ("it is --layers",),
+    "--head": ("it is --heads",),
+    "--heads": ("a number of heads is --query-heads",),
+    "--group": ("it is --group-size",),
+    "--no-end": ("it is --ignore-eos",),
+    "--quick": ("the number of rounds is --rounds, such as --rounds 3",),
+    "--repeat": ("the number of rounds is --rounds, such as --rounds 3",),
 }
-"""What to write in place of an option that a command does not have."""
+"""What to write in place of an option that a command does not have, where it has what is written."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a disk that takes no more, which no program can prevent."""
@@ -187,13 +187,16 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
+def nearest(name: str, known: Sequence[str], *, alike: float = 0.6) -> str | None:
     """The known name that is nearest; None if none is near.
+
+    Args:
+        alike: the least share of letters in common, as difflib counts them.
 
     >>> nearest("--modle", ["--model", "--mask"]), nearest("--blue", ["--model"])
     ('--model', None)
     """
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=alike)), None)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -210,15 +213,20 @@ def _unrecognized(unknown: list[str], usage: str) -> str:
     options = [each for each in unknown if each.startswith("--")]
     message = f"unrecognized arguments: {' '.join(options or unknown)}"
     known = re.findall(r"--[\w-]+", usage)
+    hints = {name: found for name in HINTS if (found := _hint(name, {*known, name}))}
     for name in (each.partition("=")[0] for each in options):
         if name in known:
             return f"{message}. Write {name} after the command"
-        near = nearest(name, [*HINTS, *known])
-        if near in HINTS:
-            return f"{message} ({HINTS[near]})"
-        if near:
+        if (hint := hints.get(nearest(name, [*hints, *known], alike=0.8) or "")) is not None:
+            return f"{message} ({hint})"
+        if near := nearest(name, known):
             return f"{message}. Did you mean {near}?"
     return message
+
+
+def _hint(name: str, known: set[str]) -> str:
+    """What to write in place of an option, of a command that knows these; empty if it has nothing of the kind."""
+    return "; ".join(text for text in HINTS[name] if {*re.findall(r"--[\w-]+", text)} <= known)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

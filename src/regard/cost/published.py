@@ -7,7 +7,7 @@ from regard.cost.config import from_config, read_config
 from regard.cost.families import shared_fields
 from regard.cost.fields import from_fields
 from regard.cost.model import Model
-from regard.cost.near_names import unknown_name
+from regard.cost.near_names import near_names, unknown_name
 from regard.cost.tables import table
 from regard.errors import ProblemError
 from regard.folders import expanded
@@ -63,9 +63,11 @@ def load_model(name: str) -> Model:
     try:
         return find_model(name)
     except ProblemError:
-        if not path.exists():
-            raise
-        raise ProblemError(f"{name} is no config.json: expected one, its folder, or a published model.") from None
+        if path.exists():
+            raise ProblemError(f"{name} is no config.json: expected one, its folder, or a published model.") from None
+        if "/" in name and not near_names(name, model_names()):
+            raise ProblemError(f"there is no directory {name}, and no published model of this name.") from None
+        raise
 
 
 def _plain(name: str) -> str:

@@ -153,13 +153,13 @@ def _check_together(features: Feature | None, rule: Rule | None, scale: object, 
             "normalise=True with features=None: plain dot products may be negative, so their sum may be 0; leave it "
             "out, or use positive features, such as Elu1()."
         )
+    if is_split(features) and isinstance(rule, Gated | Delta):
+        raise ProblemError(f"{features!r} with {rule!r}: expected Decay or no rule, or other features.")
     if is_split(features) and not normalise:
         raise ProblemError(
             f"{features!r} without normalisation: its weights grow with exp(|q|^2) and would overflow; leave "
             "normalise out."
         )
-    if is_split(features) and isinstance(rule, Gated | Delta):
-        raise ProblemError(f"{features!r} with {rule!r}: expected Decay or no rule, or other features.")
 
 
 def is_split(features: Feature | None) -> TypeGuard[Favor]:
