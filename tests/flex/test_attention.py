@@ -209,8 +209,8 @@ def test_a_mask_mod_gives_what_its_definition_gives(name: str):
 @pytest.mark.parametrize("name", MASK_MODS)
 @pytest.mark.parametrize("block", [128, 32, (16, 40), 50])
 def test_a_block_mask_has_torchs_lists(name: str, block: Any):
-    together: dict[str, Any] = {"separate_full_blocks": False}  # torch 2.11 lacks it
-    for keys, options in ((TOKENS, {}), *([(TOKENS - 23, together)] if VERSION >= (2, 12) else [])):
+    together: dict[str, Any] = {"separate_full_blocks": False}  # torch before 2.13 lacks it
+    for keys, options in ((TOKENS, {}), *([(TOKENS - 23, together)] if VERSION >= (2, 13) else [])):
         sizes = (BATCH, HEADS, TOKENS, keys, "cpu", block)
         own = create_block_mask(MASK_MODS[name], *sizes, **options)
         theirs = of_torch.create_block_mask(MASK_MODS[name], *sizes, **options)

@@ -65,7 +65,7 @@ def create_block_mask(
     queries, keys = whole(Q_LEN, "Q_LEN", least=0), whole(KV_LEN, "KV_LEN", least=0)
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     if not separate_full_blocks:
-        options["separate_full_blocks"] = False  # torch 2.11 lacks it
+        options["separate_full_blocks"] = False  # torch before 2.13 lacks it
     compiling = torch.compiler.is_dynamo_compiling()
     sizes = CallSizes(batch, heads, queries, keys, 0)
     if compiling and in_func_vmap():  # dynamo breaks the graph here
