@@ -29,7 +29,7 @@ Times = Mapping[str, list[float]]
 """The seconds of each case, by the name of the test."""
 
 stale: list[str] = []
-"""Tests that are listed and that the files which were collected do not have."""
+"""Tests that are listed, and that the collected files do not have or whose file does not exist."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-long") and not hasattr(config, "workerinput"):
+        if not is_default_run(config):
+            raise pytest.UsageError("--write-long measures the whole default run: name no tests, and choose none.")
         config.pluginmanager.register(_Measured(), "the times of tests")
 
 
@@ -50,9 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         cases[test_of(item.nodeid)].append(item)
-    files = {test.split("::")[0] for test in cases}
-    stale[:] = [test for test in kept if test.split("::")[0] in files and test not in cases]
+    stale[:] = without_a_test(kept, cases, config.rootpath)
     left = [item for test, own in cases.items() if test in kept for item in beyond(own, kept[test])]
+    left = [item for item in left if item.get_closest_marker("representative") is None]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(map(id, left))
@@ -63,6 +65,21 @@ def applies(config: pytest.Config) -> bool:
     """Whether this run leaves long tests out: not where all are run or measured, nor where some are named."""
     named = config.option.keyword or any("::" in argument for argument in config.args)
     return not (named or any(config.getoption(option) for option in ("--all", "--long", "--write-long")))
+
+
+def is_default_run(config: pytest.Config) -> bool:
+    """Whether this run collects what `./test` does, and runs it."""
+    o = config.option
+    if o.keyword or o.markexpr or o.collectonly or o.all:
+        return False
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
+def without_a_test(names: Collection[str], collected: Collection[str], root: Path) -> list[str]:
+    """The names of tests that the collected files do not have, or whose file does not exist."""
+    files = {test.split("::")[0] for test in collected}
+    in_question = [name for name in names if (file := name.split("::")[0]) in files or not (root / file).exists()]
+    return [name for name in in_question if name not in collected]
 
 
 def test_of(nodeid: str) -> str:
@@ -115,7 +132,9 @@ class _Measured:
         if "representative" in report.keywords or test.startswith(("tests/architecture/", "src/")):
             self.stay.add(test)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus:  # what failed or did not run was not measured
+            return
         head = "# Written by `./test --write-long`: cases that the default run keeps, and the test (long_tests.py).\n"
         lines = [f"{kept} {test}\n" for test, kept in listed(self.times, self.stay).items()]
         LISTED.write_text(head + "".join(lines))

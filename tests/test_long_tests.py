@@ -1,13 +1,41 @@
 """The default run leaves out what takes long, by a list that is measured."""
 
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from tests import long_tests
-from tests.long_tests import beyond, listed, read, to_keep
+from tests.long_tests import beyond, is_default_run, listed, read, to_keep, without_a_test
 
 
 def test_every_test_that_is_listed_exists():
     assert long_tests.stale == []
+
+
+def test_a_name_without_a_test_or_a_file_is_found(tmp_path: Path):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).touch()
+    names = ["a.py::test_one", "a.py::test_gone", "b.py::test_not_collected", "gone.py::test_one"]
+    assert without_a_test(names, {"a.py::test_one"}, tmp_path) == ["a.py::test_gone", "gone.py::test_one"]
+
+
+def config(source: pytest.Config.ArgsSource = pytest.Config.ArgsSource.TESTPATHS, **chosen: object) -> Any:
+    """What pytest was asked to run, as far as `is_default_run` looks at it."""
+    option = {"keyword": "", "markexpr": "", "collectonly": False, "all": False} | chosen
+    return SimpleNamespace(option=SimpleNamespace(**option), args_source=source)
+
+
+def test_a_part_of_the_tests_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert is_default_run(config())
+    assert not is_default_run(config(pytest.Config.ArgsSource.ARGS))
+    for chosen in ({"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}):
+        assert not is_default_run(config(**chosen))
+    monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
+    long_tests._Measured().pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
+    assert not long_tests.LISTED.exists()
 
 
 def test_a_short_test_is_not_listed():

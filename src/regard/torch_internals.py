@@ -478,6 +478,16 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() or _tracing_context() is not None
 
 
+def has_sizes_of_data(tensors: Sequence[Tensor]) -> bool:
+    """Whether a size of tensors that torch.compile traces depends on data, so that comparing it is an error.
+
+    As the size of `x[:, : n.item()]` (`has_free_unbacked_symbols`; torch 2.2).
+    """
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # noqa: PLC0415 - loads sympy
+
+    return any(map(has_free_unbacked_symbols, tensors))
+
+
 def in_checkpoint() -> bool:
     """Whether hooks see what is saved for the backward pass, as those of `torch.utils.checkpoint` do.
 

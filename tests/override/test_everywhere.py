@@ -251,6 +251,34 @@ def test_one_compiled_graph_serves_all_lengths_that_regard_runs(dtype: torch.dty
     assert [(form.query, form.keys, form.why) for form in traced] == [((2, 8, 256, 64), 256, None)]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_encoder_layer_for_inference_is_compiled_whole(dynamic: bool):
+    layer, x = nn.TransformerEncoderLayer(128, 4, batch_first=True).eval(), of_size(2, 256, 128)
+    with torch.no_grad():
+        with regard.everywhere() as caught:
+            out = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)(x)
+        torch.testing.assert_close(out, layer(x), atol=1e-5, rtol=1e-5)
+    assert None in {row.form.why for row in caught.rows if "traced" in row.form.text}
+
+
+@pytest.mark.parametrize("sliced", ["all", "keys"])
+def test_sizes_that_depend_on_data_are_traced_as_torch_does(sliced: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    def run(x: Tensor, count: Tensor) -> Tensor:
+        tokens = int(count.item())
+        torch._check(tokens >= 2)
+        torch._check(tokens <= x.shape[2])
+        part = x[:, :, :tokens]
+        return F.scaled_dot_product_attention(part if sliced == "all" else x, part, part)
+
+    x, count = of_size(2, 8, 256, 64), torch.tensor(200)
+    with regard.everywhere() as caught:
+        out = torch.compile(run, backend="aot_eager", fullgraph=True)(x, count)
+    assert decide.DATA_SIZE in {row.form.why for row in caught.rows}
+    torch.testing.assert_close(out, run(x, count))
+
+
 def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
     run: Any = torch.compile(
         lambda q: F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2), backend="aot_eager", dynamic=True

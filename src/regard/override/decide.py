@@ -15,6 +15,7 @@ from regard.torch_internals import (
     FakeTensor,
     FunctionalTensor,
     current_func_transform,
+    has_sizes_of_data,
     in_forward_mode,
     is_compiling,
 )
@@ -58,6 +59,7 @@ DROPOUT = "dropout: drawn from torch's generator, as without regard"
 MASK_AND_CAUSAL = "attn_mask together with is_causal"
 MASK_FORM = "an attn_mask of fewer than two axes, or neither bool, float32 nor of the query's dtype"
 KIND = "a tensor subclass, or a tensor that torch.jit, make_fx or torch.export trace"
+DATA_SIZE = "a size that torch.compile does not know, as it depends on data"
 TRANSFORM = "torch.func, vmap or forward-mode derivatives"
 CHOSEN = "the program chose torch's kernel (torch.nn.attention.sdpa_kernel)"
 WEIGHTS = "weights are returned: pass need_weights=False where nobody reads them"
@@ -81,7 +83,13 @@ def is_small(products: int, queries: int, keys: int, dtype: torch.dtype, gradien
         least *= WITH_GRADIENTS if wide else 1
     elif not wide and queries <= _FEWEST:
         least = LEAST_OF_FEW.get(int(queries), least)  # a size that torch traces has no hash
-    return products < least * torch.get_num_threads()
+    return products < least * _threads()
+
+
+@torch.compiler.assume_constant_result
+def _threads() -> int:
+    """The number of threads, in a form that torch.compile can trace."""
+    return torch.get_num_threads()
 
 
 def is_few(queries: int, dtype: torch.dtype) -> bool:
@@ -97,8 +105,11 @@ def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: flo
     """The reason for which a call is passed on to torch; None if regard runs it."""
     if query.ndim < 2 or key.ndim < 2:
         return SHAPE
-    if type(query) not in _PLAIN and not _is_known(query):
-        return KIND  # before its sizes are compared: torch.export makes conditions of the program of that
+    if type(query) not in _PLAIN:  # before sizes are compared
+        if not _is_known(query):
+            return KIND  # torch.export makes conditions of the program of a comparison
+        if has_sizes_of_data((query, key)):
+            return DATA_SIZE  # it cannot be compared
     gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     queries, keys = query.shape[-2], key.shape[-2]
     if is_small(query.numel() * keys, queries, keys, query.dtype, gradients):
