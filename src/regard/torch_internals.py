@@ -439,7 +439,8 @@ _dynamo_frames: Any = _find(
 dispatch_modes: Callable[[], int] = _find(
     "torch._C._len_torch_dispatch_stack",
     lambda: 1,
-    "every call runs as an operator, which costs some 30 us more, and fails inside torch.func with torch's own error",
+    "every call runs as an operator, which costs some 30 us more, and fails inside torch.func with torch's own error; "
+    "regard.everywhere() skips nothing that masks of numbers hide, and its report has no times",
 )
 """How many dispatch modes are on, as torch's FLOP counter is one; torch 2.0."""
 
