@@ -1,17 +1,17 @@
 """What the default run leaves to `./test --all` because it takes long, as measured: tests/long_tests.txt.
 
-The file has a line for each long test, with the number of its cases that the default run keeps, spread evenly; most
-keep none. `./test --write-long` measures the tests of the default run and writes the file anew. It changes nothing
-with `--long`, as scripts/ run tests, nor where tests are chosen by name (`-k`, `FILE::TEST`). Some tests stay whatever
-they take: those marked `representative`, which are the first to fail where a whole way of calling breaks (compiled, on
-a GPU's kernels, from the command line), the rules of tests/architecture, doctests, and the shortest test of a file that
-would have none.
+The file has a line for each long test, with the number of its cases that the default run keeps, spread over the values
+of its parameters; most keep none. `./test --write-long` measures the tests of the default run and writes the file anew.
+It changes nothing with `--long`, as scripts/ run tests, nor where tests are chosen by name (`-k`, `FILE::TEST`). Some
+tests stay whatever they take: those marked `representative`, which are the first to fail where a whole way of calling
+breaks (compiled, on a GPU's kernels, from the command line), the rules of tests/architecture, doctests, and the
+shortest test of a file that would have none.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 
@@ -22,8 +22,6 @@ SECONDS = 0.3
 
 SINGLE = 0.5
 """A test whose cases take longer than this keeps none."""
-
-T = TypeVar("T")
 
 Times = Mapping[str, list[float]]
 """The seconds of each case, by the name of the test."""
@@ -53,12 +51,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         cases[test_of(item.nodeid)].append(item)
     stale[:] = without_a_test(kept, cases, config.rootpath)
-    left = [item for test, own in cases.items() if test in kept for item in beyond(own, kept[test])]
-    left = [item for item in left if item.get_closest_marker("representative") is None]
+    left: list[pytest.Item] = []
+    for test in kept.keys() & cases.keys():
+        own = cases[test]
+        stay = chosen([_values_of(item) for item in own], kept[test])
+        left += [item for i, item in enumerate(own) if i not in stay and not item.get_closest_marker("representative")]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(map(id, left))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+def _values_of(item: pytest.Item) -> tuple[int, ...]:
+    """Which value of each parameter a case has."""
+    call: Any = getattr(item, "callspec", None)
+    return () if call is None else tuple(call.indices.values())
 
 
 def applies(config: pytest.Config) -> bool:
@@ -87,9 +94,23 @@ def test_of(nodeid: str) -> str:
     return nodeid.partition("[")[0].partition("@")[0]
 
 
-def beyond(cases: Sequence[T], kept: int) -> list[T]:
-    """The cases that go where so many are kept, which lie evenly among all."""
-    return [case for i, case in enumerate(cases) if (i + 1) * kept // len(cases) == i * kept // len(cases)]
+def chosen(cases: Sequence[tuple[int, ...]], kept: int) -> set[int]:
+    """Which cases stay where so many are kept.
+
+    Each next one has the most values of parameters that no case before it has; of those that have as many, one that
+    lies evenly among all, or the first.
+
+    Args:
+        cases: the value that each has of each parameter, as its index.
+    """
+    even = {i for i in range(len(cases)) if (i + 1) * kept // len(cases) != i * kept // len(cases)}
+    found, seen = set[int](), set[tuple[int, int]]()
+    for _ in range(min(kept, len(cases))):
+        rest = (i for i in range(len(cases)) if i not in found)
+        best = max(rest, key=lambda i: (len({*enumerate(cases[i])} - seen), i in even))
+        found.add(best)
+        seen |= {*enumerate(cases[best])}
+    return found
 
 
 def read(text: str) -> dict[str, int]:

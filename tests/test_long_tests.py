@@ -1,6 +1,6 @@
 """The default run leaves out what takes long, by a list that is measured."""
 
-from itertools import pairwise
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import long_tests
-from tests.long_tests import beyond, is_default_run, listed, read, to_keep, without_a_test
+from tests.long_tests import chosen, is_default_run, listed, read, to_keep, without_a_test
 
 
 def test_every_test_that_is_listed_exists():
@@ -31,8 +31,8 @@ def config(source: pytest.Config.ArgsSource = pytest.Config.ArgsSource.TESTPATHS
 def test_a_part_of_the_tests_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert is_default_run(config())
     assert not is_default_run(config(pytest.Config.ArgsSource.ARGS))
-    for chosen in ({"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}):
-        assert not is_default_run(config(**chosen))
+    for options in ({"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}):
+        assert not is_default_run(config(**options))
     monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
     long_tests._Measured().pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
     assert not long_tests.LISTED.exists()
@@ -64,11 +64,18 @@ def test_representative_tests_stay():
 
 
 def test_cases_that_stay_lie_evenly():
-    kept = [case for case in range(10) if case not in beyond(range(10), 3)]
-    assert len(kept) == 3
-    assert [b - a for a, b in pairwise(kept)] == [3, 3]
-    assert list(beyond(range(4), 0)) == [0, 1, 2, 3]
-    assert list(beyond(range(4), 4)) == []
+    assert chosen([(i,) for i in range(10)], 3) == {3, 6, 9}
+    assert chosen([(i,) for i in range(4)], 0) == set()
+    assert chosen([()], 1) == {0}
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 4), (2, 5, 2)])
+def test_cases_that_stay_have_every_value_where_they_are_enough(sizes: tuple[int, ...]):
+    product = list(itertools.product(*map(range, sizes)))
+    for kept in (1, max(sizes), max(sizes) + 1, len(product)):
+        stay = [product[i] for i in chosen(product, kept)]
+        assert len(stay) == kept
+        assert [len(set(values)) for values in zip(*stay, strict=True)] == [min(size, kept) for size in sizes]
 
 
 def test_what_is_written_is_read():
