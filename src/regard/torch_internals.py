@@ -489,6 +489,13 @@ def has_sizes_of_data(tensors: Sequence[Tensor]) -> bool:
     return any(map(has_free_unbacked_symbols, tensors))
 
 
+def or_true(condition: bool) -> bool:
+    """The condition of a traced call; True where it depends on sizes of data (`guard_or_true`; torch 2.7)."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # noqa: PLC0415 - loads sympy
+
+    return guard_or_true(condition)
+
+
 def in_checkpoint() -> bool:
     """Whether hooks see what is saved for the backward pass, as those of `torch.utils.checkpoint` do.
 

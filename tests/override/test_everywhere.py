@@ -283,6 +283,27 @@ def test_sizes_that_depend_on_data_are_traced_as_torch_does(sliced: str, monkeyp
     torch.testing.assert_close(out, run(x, count))
 
 
+@pytest.mark.skipif(VERSION < (2, 13), reason="torch itself compiles no encoder layer for inference with dynamic sizes")
+def test_an_encoder_layer_may_have_a_length_that_depends_on_data(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    layer, x, count = (
+        nn.TransformerEncoderLayer(128, 4, batch_first=True).eval(),
+        of_size(2, 256, 128),
+        torch.tensor(99),
+    )
+
+    def run(x: Tensor, count: Tensor) -> Tensor:
+        tokens = int(count.item())
+        torch._check(tokens >= 2)
+        torch._check(tokens <= x.shape[1])
+        return layer(x[:, :tokens])
+
+    with torch.no_grad():
+        with regard.everywhere():
+            out = torch.compile(run, backend="aot_eager", fullgraph=True)(x, count)
+        torch.testing.assert_close(out, run(x, count), atol=1e-5, rtol=1e-5)
+
+
 def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
     run: Any = torch.compile(
         lambda q: F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2), backend="aot_eager", dynamic=True

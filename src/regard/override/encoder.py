@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.override import report
 from regard.override.decide import WEIGHTS, is_small
-from regard.torch_internals import encoder_layer_of_torch, packed_attention_of_torch
+from regard.torch_internals import encoder_layer_of_torch, or_true, packed_attention_of_torch
 
 
 def packed_attention(
@@ -102,7 +102,10 @@ def _is_opened(x: Tensor, mask: Tensor | None) -> bool:
     if torch.compiler.is_exporting():
         return False
     plain = not x.is_nested and x.device.type == "cpu" and x.ndim == 3 and (mask is None or not mask.is_nested)
-    return plain and not is_small(x.numel() * x.shape[1], x.shape[1], x.shape[1], x.dtype)
+    if not plain:
+        return False
+    small = is_small(x.numel() * x.shape[1], x.shape[1], x.shape[1], x.dtype)
+    return not (or_true(small) if torch.compiler.is_compiling() else small)
 
 
 def _hidden(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
