@@ -50,6 +50,12 @@ def test_importing_regard_costs_little_beside_importing_torch():
     assert share(first()) < 0.25 or min(share(import_in_a_fresh_python()) for _ in range(2)) < 0.25
 
 
+def test_the_compiler_of_torch_is_not_loaded_with_the_public_names():
+    code = "import sys; from regard import attend, everywhere; print('torch._dynamo' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
 def test_importing_regard_prints_nothing_and_warns_of_nothing():
     assert len(first().stdout.splitlines()) == 1  # the line of facts
     assert first().stderr == ""

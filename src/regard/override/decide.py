@@ -14,6 +14,7 @@ from regard.dispatch.onnx_form import is_exporting_to_onnx
 from regard.torch_internals import (
     FakeTensor,
     FunctionalTensor,
+    constant_in_graphs,
     current_func_transform,
     has_sizes_of_data,
     in_forward_mode,
@@ -86,7 +87,7 @@ def is_small(products: int, queries: int, keys: int, dtype: torch.dtype, gradien
     return products < least * _threads()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _threads() -> int:
     """The number of threads, in a form that torch.compile can trace."""
     return torch.get_num_threads()
