@@ -46,8 +46,8 @@ class Linear {
         return c.is_finite();
     }
 
-    // What chunk n adds to the state, and its keys. `later`: how many chunks on the thread goes on, once it has done
-    // those that follow each other (linear_chain.h); 0 where it has all chunks in order.
+    // What chunk n adds to the state, and its keys. `later`: the distance to the chunk that this thread computes after
+    // its run of consecutive chunks (linear_chain.h); 0 if one thread computes all chunks in order.
     bool sums(int64_t head, int64_t n, int64_t later, float *to) {
         c.use(to + LinearChunk::state_of(c.call));
         c.go_to(head, n);

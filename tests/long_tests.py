@@ -2,10 +2,10 @@
 
 The file has a line for each long test, with the number of its cases that the default run keeps, spread over the values
 of its parameters; most keep none. `./test --write-long` measures the tests of the default run and writes the file anew.
-It changes nothing with `--long`, as scripts/ run tests, nor where tests are chosen by name (`-k`, `FILE::TEST`). Some
-tests stay whatever they take: those marked `representative`, which are the first to fail where a whole way of calling
-breaks (compiled, on a GPU's kernels, from the command line), the rules of tests/architecture, doctests, and the
-shortest test of a file that would have none.
+It changes nothing with `--long`, as scripts/ run tests, nor where tests are chosen by name or by mark (`-k`, `-m`,
+`FILE::TEST`). Some tests stay whatever they take: those marked `representative`, which are the first to fail where a
+whole way of calling breaks (compiled, on a GPU's kernels, from the command line), the rules of tests/architecture,
+doctests, and the shortest test of a file that would have none.
 """
 
 from collections import defaultdict
@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from regard.atomic_write import write_whole
+
 LISTED = Path(__file__).with_name("long_tests.txt")
 
 SECONDS = 0.3
-"""What all kept cases of one test may take together."""
+"""The longest time that the kept cases of one test may take together."""
 
 SINGLE = 0.5
 """A test whose cases take longer than this keeps none."""
@@ -49,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = read(LISTED.read_text())
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        cases[test_of(item.nodeid)].append(item)
+        cases[name_of(item.nodeid)].append(item)
     stale[:] = without_a_test(kept, cases, config.rootpath)
     left: list[pytest.Item] = []
     for test in kept.keys() & cases.keys():
@@ -69,9 +71,9 @@ def _values_of(item: pytest.Item) -> tuple[int, ...]:
 
 
 def applies(config: pytest.Config) -> bool:
-    """Whether this run leaves long tests out: not where all are run or measured, nor where some are named."""
-    named = config.option.keyword or any("::" in argument for argument in config.args)
-    return not (named or any(config.getoption(option) for option in ("--all", "--long", "--write-long")))
+    """Whether this run leaves long tests out: not where all are run or measured, nor where some are chosen."""
+    chooses = config.option.keyword or config.option.markexpr or any("::" in argument for argument in config.args)
+    return not (chooses or any(config.getoption(option) for option in ("--all", "--long", "--write-long")))
 
 
 def is_default_run(config: pytest.Config) -> bool:
@@ -89,19 +91,20 @@ def without_a_test(names: Collection[str], collected: Collection[str], root: Pat
     return [name for name in in_question if name not in collected]
 
 
-def test_of(nodeid: str) -> str:
+def name_of(nodeid: str) -> str:
     """The name of the test that a case belongs to."""
     return nodeid.partition("[")[0].partition("@")[0]
 
 
 def chosen(cases: Sequence[tuple[int, ...]], kept: int) -> set[int]:
-    """Which cases stay where so many are kept.
+    """The indices of the cases that the default run keeps.
 
-    Each next one has the most values of parameters that no case before it has; of those that have as many, one that
-    lies evenly among all, or the first.
+    A greedy cover: each case that is added has the most parameter values that no case before it has. Ties go to cases
+    at regular intervals, then to the first.
 
     Args:
-        cases: the value that each has of each parameter, as its index.
+        cases: for each case, the index of its value of each parameter.
+        kept: how many cases are kept.
     """
     even = {i for i in range(len(cases)) if (i + 1) * kept // len(cases) != i * kept // len(cases)}
     found, seen = set[int](), set[tuple[int, int]]()
@@ -114,13 +117,13 @@ def chosen(cases: Sequence[tuple[int, ...]], kept: int) -> set[int]:
 
 
 def read(text: str) -> dict[str, int]:
-    """How many cases the default run keeps of each test that is listed."""
+    """The number of cases that the default run keeps of each listed test."""
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     return {test: int(kept) for kept, test in lines}
 
 
 def listed(times: Times, stay: Collection[str]) -> dict[str, int]:
-    """How many cases to keep of each test that takes long, but for those that stay."""
+    """The number of cases that the default run keeps of each long test, except the tests in `stay`, which keep all."""
     found = {test: to_keep(own) for test, own in times.items() if sum(own) > SECONDS and test not in stay}
     files = {test.split("::")[0] for test in times}
     for file in files:
@@ -131,7 +134,7 @@ def listed(times: Times, stay: Collection[str]) -> dict[str, int]:
 
 
 def to_keep(seconds: list[float]) -> int:
-    """How many cases of a long test are kept."""
+    """The number of cases that a long test keeps, by the seconds of each."""
     mean = sum(seconds) / len(seconds)
     if len(seconds) == 1 or mean > SINGLE:
         return 0
@@ -148,7 +151,7 @@ class _Measured:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" or report.skipped:
             return
-        test = test_of(report.nodeid)
+        test = name_of(report.nodeid)
         self.times[test].append(report.duration)
         if "representative" in report.keywords or test.startswith(("tests/architecture/", "src/")):
             self.stay.add(test)
@@ -158,4 +161,4 @@ class _Measured:
             return
         head = "# Written by `./test --write-long`: cases that the default run keeps, and the test (long_tests.py).\n"
         lines = [f"{kept} {test}\n" for test, kept in listed(self.times, self.stay).items()]
-        LISTED.write_text(head + "".join(lines))
+        write_whole(LISTED, (head + "".join(lines)).encode())

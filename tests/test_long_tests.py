@@ -1,14 +1,16 @@
 """The default run leaves out what takes long, by a list that is measured."""
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests import long_tests
+from tests import long_tests, selection
 from tests.long_tests import chosen, is_default_run, listed, read, to_keep, without_a_test
+from tests.test_selection import Passed
 
 
 def test_every_test_that_is_listed_exists():
@@ -34,8 +36,62 @@ def test_a_part_of_the_tests_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp
     for options in ({"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}):
         assert not is_default_run(config(**options))
     monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
-    long_tests._Measured().pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
+    measured = long_tests._Measured()
+    measured.times |= {"a.py::test_one": [3.0], "a.py::test_two": [0.1]}
+    measured.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
     assert not long_tests.LISTED.exists()
+    measured.pytest_sessionfinish(pytest.ExitCode.OK)
+    assert read(long_tests.LISTED.read_text()) == {"a.py::test_one": 0}
+
+
+TEXT = """
+import pytest
+
+def test_short():
+    pass
+
+def test_long():
+    pass
+
+@pytest.mark.parametrize("case", range(3))
+def test_cases(case):
+    pass
+
+@pytest.mark.representative
+def test_kept():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [
+        ([], {"short": 1, "cases": 1, "kept": 1}),
+        (["--long"], {"short": 1, "long": 1, "cases": 3, "kept": 1}),
+        (["-k", "cases"], {"cases": 3}),
+        (["-m", "not representative"], {"short": 1, "long": 1, "cases": 3}),
+    ],
+)
+def test_long_tests_run_where_they_are_asked_for(
+    options: list[str], passed: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    file = tmp_path / f"{tmp_path.name}.py"  # pytest keeps what it imported by its name
+    file.write_text(TEXT)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = representative\npython_files = {file.name}")
+    monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
+    monkeypatch.setattr(long_tests, "stale", [])
+    listed = {"long": 0, "cases": 1, "kept": 0}
+    long_tests.LISTED.write_text("".join(f"{kept} {file.name}::test_{name}\n" for name, kept in listed.items()))
+    seen = Passed()
+    command = [
+        "--disable-plugin-autoload",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        f"--rootdir={tmp_path}",
+    ]
+    assert pytest.main([*command, str(tmp_path), *options], plugins=[selection, long_tests, seen]) == 0
+    assert Counter(seen.names) == passed
 
 
 def test_a_short_test_is_not_listed():

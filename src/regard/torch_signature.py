@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.attention import attend
 from regard.describe.bias import Bias, TensorBias
-from regard.describe.mask import Mask
+from regard.describe.mask import Mask, broadcasts
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, TorchError
@@ -199,7 +199,7 @@ def _mask_four(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 
 def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
+    return len(shape) <= len(to) and all(map(broadcasts, reversed(shape), reversed(to)))
 
 
 def _product(sizes: tuple[int, ...] | torch.Size) -> int:

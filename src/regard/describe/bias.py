@@ -288,7 +288,7 @@ class TensorBias(Bias):
     def rows(self, queries: int, offset: int) -> Tensor:
         """The rows for the queries of a call, after `bind`: [batch or 1, heads or 1, queries or 1, keys or 1]."""
         whole = self.tensor[(None,) * (4 - self.tensor.ndim)]
-        if whole.shape[2] in (1, queries) and (whole.shape[2] == 1 or self.offset == offset):
+        if broadcasts(whole.shape[2], queries) and (whole.shape[2] == 1 or self.offset == offset):
             return whole
         return whole.narrow(2, offset - cast(int, self.offset), queries)
 

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from regard.attention import attend, attend_state
 from regard.calls import active_observers, current_route
+from regard.describe.mask import broadcasts
 from regard.errors import RefusalError
 from regard.state import State, fold_sink
 
@@ -57,4 +58,4 @@ def _check_seen_by_none(sink: Tensor) -> None:
 
 def _is_by_query(sink: Tensor, q: Tensor) -> bool:
     sizes = *q.shape[:3], 1
-    return sink.ndim == 4 and all(size in (1, full) for size, full in zip(sink.shape, sizes, strict=True))
+    return sink.ndim == 4 and all(map(broadcasts, sink.shape, sizes))
