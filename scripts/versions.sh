@@ -22,7 +22,7 @@ fi
 [ ${#tests[@]} -gt 0 ] || tests=(
     tests/test_{attend,backends,native,state,torch_signature,torch_versions}.py tests/dispatch tests/nn tests/laws
     tests/backend/test_flex.py
-    tests/override/test_{programs,masks,everywhere}.py tests/flex tests/integrate/test_{transformers,masks,compiled}.py
+    tests/override/test_{programs,masks,everywhere,graphs}.py tests/flex tests/integrate/test_{transformers,masks,compiled}.py
 )
 
 # prepare VERSION ENVIRONMENT: an environment with this torch, regard as it is now, and what the tests need.
