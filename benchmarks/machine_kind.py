@@ -12,18 +12,18 @@ EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
 """Flags of /proc/cpuinfo, best first: the first that a CPU has is its level."""
 
 MICROARCHITECTURES = {
-    ("AuthenticAMD", 23): ("zen2", {"avx2"}),
-    ("AuthenticAMD", 25, 1): ("zen3", {"avx2"}),
-    ("AuthenticAMD", 25, 17): ("zen4", {"avx512_bf16"}),
-    ("AuthenticAMD", 25, 97): ("zen4", {"avx512_bf16"}),
-    ("AuthenticAMD", 26): ("zen5", {"avx512_bf16"}),
-    ("GenuineIntel", 6, 85): ("cascade-lake", {"avx512_vnni", "avx512f"}),  # and Skylake-SP, which lacks VNNI
-    ("GenuineIntel", 6, 106): ("ice-lake", {"avx512_vnni"}),
-    ("GenuineIntel", 6, 143): ("sapphire-rapids", {"amx_bf16"}),
-    ("GenuineIntel", 6, 207): ("emerald-rapids", {"amx_bf16"}),
-    ("GenuineIntel", 6, 173): ("granite-rapids", {"amx_bf16"}),
+    ("AuthenticAMD", 23): {"avx2": "zen2"},
+    ("AuthenticAMD", 25, 1): {"avx2": "zen3"},
+    ("AuthenticAMD", 25, 17): {"avx512_bf16": "zen4", "avx2": "zen4-without-avx512"},  # as virtual machines may have it
+    ("AuthenticAMD", 25, 97): {"avx512_bf16": "zen4"},
+    ("AuthenticAMD", 26): {"avx512_bf16": "zen5"},
+    ("GenuineIntel", 6, 85): {"avx512_vnni": "cascade-lake", "avx512f": "cascade-lake"},  # and Skylake-SP, without VNNI
+    ("GenuineIntel", 6, 106): {"avx512_vnni": "ice-lake"},
+    ("GenuineIntel", 6, 143): {"amx_bf16": "sapphire-rapids"},
+    ("GenuineIntel", 6, 207): {"amx_bf16": "emerald-rapids"},
+    ("GenuineIntel", 6, 173): {"amx_bf16": "granite-rapids"},
 }
-"""Names and levels by vendor, family and, where it decides, model, as /proc/cpuinfo has them."""
+"""Names by level, by vendor, family and, where it decides, model, as /proc/cpuinfo has them."""
 
 INTEL_AMX = "intel-amx"
 AS = "-as-"
@@ -33,6 +33,7 @@ TITLES = {
     "zen2": "AMD Zen 2",
     "zen3": "AMD Zen 3",
     "zen4": "AMD Zen 4",
+    "zen4-without-avx512": "AMD Zen 4 without AVX-512",
     "zen5": "AMD Zen 5",
     INTEL_AMX: "Intel Xeon with AMX (Sapphire Rapids or later)",
 }
@@ -72,8 +73,7 @@ def machine_kind(cpuinfo: str | None = None) -> str:
     vendor, family, model = found["vendor_id"], int(found["cpu family"]), int(found["model"])
     best = level(found.get("flags", ""))
     for known in ((vendor, family, model), (vendor, family)):
-        name, levels = MICROARCHITECTURES.get(known, ("", set[str]()))
-        if best in levels:
+        if name := MICROARCHITECTURES.get(known, {}).get(best):
             return name
     if vendor == "GenuineIntel" and best == "amx_bf16":
         return INTEL_AMX

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from regard.atomic_write import write_whole
+from tests.selection import Share, of_share
 
 LISTED = Path(__file__).with_name("long_tests.txt")
 
@@ -51,13 +52,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = read(LISTED.read_text())
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        cases[name_of(item.nodeid)].append(item)
+        if not item.stash.get(of_share, False):
+            cases[name_of(item.nodeid)].append(item)
     stale[:] = without_a_test(kept, cases, config.rootpath)
+    share: Share | None = config.getoption("--share")
     left: list[pytest.Item] = []
     for test in kept.keys() & cases.keys():
         own = cases[test]
         stay = chosen([_values_of(item) for item in own], kept[test])
-        left += [item for i, item in enumerate(own) if i not in stay and not item.get_closest_marker("representative")]
+        others = (item for i, item in enumerate(own) if i not in stay and not item.get_closest_marker("representative"))
+        left += [item for item in others if not (share and share.has(item.nodeid))]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(map(id, left))
@@ -79,7 +83,7 @@ def applies(config: pytest.Config) -> bool:
 def is_default_run(config: pytest.Config) -> bool:
     """Whether this run collects what `./test` does, and runs it."""
     o = config.option
-    if o.keyword or o.markexpr or o.collectonly or o.all:
+    if o.keyword or o.markexpr or o.collectonly or o.all or o.share:
         return False
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS
 

@@ -13,8 +13,12 @@ A law of hypothesis whose examples take long says how many the default run tries
 
     @given(case=cases())
     @examples(12, everything=50)
+
+`./test --share 2/5` is the default run and the second of five shares of the rest: of the tests that `--all` runs besides,
+long ones too (tests/long_tests.py), those whose names fall into it. All shares together have every test once.
 """
 
+import zlib
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -31,8 +35,32 @@ values = defaultdict[str, dict[Any, bool]](dict)
 """Of each test of which the default run keeps a part, and each value of its parameters: whether it is in the part."""
 
 
+class Share(NamedTuple):
+    """One of several shares of the tests that the default run leaves out."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def read(cls, text: str) -> "Share":
+        """A share as it is written on the command line: 2/5 is the second of five."""
+        number, of = map(int, text.split("/"))
+        if not 1 <= number <= of:
+            raise ValueError(text)
+        return cls(number, of)
+
+    def has(self, nodeid: str) -> bool:
+        """Whether a test is in it. Cases of one test are in different shares."""
+        return zlib.crc32(nodeid.encode()) % self.of == self.number - 1
+
+
+of_share = pytest.StashKey[bool]()
+"""Whether a test that is marked `exhaustive` runs as it is in the share that was asked for."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test, those marked `exhaustive` as well")
+    parser.addoption("--share", type=Share.read, metavar="K/N", help="run the K-th of N shares of what --all adds, as well")
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped, and say why it is")
 
 
@@ -60,11 +88,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
+    share: Share | None = config.getoption("--share")
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
         out = left_out(item)
-        (left if out else kept).append(item)
+        item.stash[of_share] = out and share is not None and share.has(item.nodeid)
+        (left if out and not item.stash[of_share] else kept).append(item)
         files[item.nodeid.split("::")[0]] |= not out
     if left:
         config.hook.pytest_deselected(items=left)

@@ -26,15 +26,16 @@ def test_a_name_without_a_test_or_a_file_is_found(tmp_path: Path):
 
 def config(source: pytest.Config.ArgsSource = pytest.Config.ArgsSource.TESTPATHS, **chosen: object) -> Any:
     """What pytest was asked to run, as far as `is_default_run` looks at it."""
-    option = {"keyword": "", "markexpr": "", "collectonly": False, "all": False} | chosen
+    option = {"keyword": "", "markexpr": "", "collectonly": False, "all": False, "share": None} | chosen
     return SimpleNamespace(option=SimpleNamespace(**option), args_source=source)
 
 
 def test_a_part_of_the_tests_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert is_default_run(config())
     assert not is_default_run(config(pytest.Config.ArgsSource.ARGS))
-    for options in ({"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}):
-        assert not is_default_run(config(**options))
+    options: list[dict[str, object]] = [{"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}]
+    for each in [*options, {"share": selection.Share(1, 2)}]:
+        assert not is_default_run(config(**each))
     monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
     measured = long_tests._Measured()
     measured.times |= {"a.py::test_one": [3.0], "a.py::test_two": [0.1]}
@@ -59,6 +60,18 @@ def test_cases(case):
 
 @pytest.mark.representative
 def test_kept():
+    pass
+"""
+
+EXHAUSTIVE = """
+@pytest.mark.exhaustive
+def test_exhaustive():
+    pass
+
+@pytest.mark.exhaustive(per="test")
+@pytest.mark.parametrize("dtype", range(5))
+@pytest.mark.parametrize("call", range(7))
+def test_pairs(dtype, call):
     pass
 """
 
@@ -92,6 +105,34 @@ def test_long_tests_run_where_they_are_asked_for(
     ]
     assert pytest.main([*command, str(tmp_path), *options], plugins=[selection, long_tests, seen]) == 0
     assert Counter(seen.names) == passed
+
+
+def test_shares_add_each_test_once_to_the_default_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    file = tmp_path / f"{tmp_path.name}.py"
+    file.write_text(TEXT + EXHAUSTIVE)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = representative\n exhaustive\npython_files = {file.name}")
+    monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
+    monkeypatch.setattr(long_tests, "stale", [])
+    long_tests.LISTED.write_text(f"0 {file.name}::test_long\n1 {file.name}::test_cases\n2 {file.name}::test_pairs\n")
+
+    def ran(*options: str) -> Counter[str]:
+        seen = Passed()
+        command = ["--disable-plugin-autoload", "-p", "no:cacheprovider", "--import-mode=importlib"]
+        arguments = [*command, f"--rootdir={tmp_path}", str(tmp_path), *options]
+        assert pytest.main(arguments, plugins=[selection, long_tests, seen]) == 0
+        return Counter(seen.cases)
+
+    everything, default = ran("--all"), ran()
+    assert (everything.total(), default.total()) == (42, 5)
+    shares = [ran("--share", f"{number}/3") for number in (1, 2, 3)]
+    assert all(default < share < everything for share in shares)
+    assert sum((share - default for share in shares), default) == everything
+
+
+@pytest.mark.parametrize("wrong", ["0/3", "4/3", "2", "a/b"])
+def test_a_share_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]):
+    assert pytest.main(["--share", wrong, "--collect-only"], plugins=[selection]) == pytest.ExitCode.USAGE_ERROR
+    assert "--share" in capsys.readouterr().err
 
 
 def test_a_short_test_is_not_listed():

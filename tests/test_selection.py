@@ -139,11 +139,13 @@ def test_no_skips_fails_where_a_test_or_a_whole_file_is_skipped(
 
 
 class Passed:
-    """The names of the functions whose cases passed."""
+    """The names of the functions whose cases passed, and the names of these."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.cases: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
+            self.cases.append(report.nodeid)
             self.names.append(report.nodeid.split("::test_")[1].split("[")[0])

@@ -184,7 +184,7 @@ def test_the_page_and_the_picture_are_written(tmp_path, capsys):
     overview = (tmp_path / "performance.md").read_text()
     assert f"(performance/{kind}.md)" in overview
     assert "[Cascade Lake](performance/cascade-lake.md): a machine" in overview
-    assert f"| {CASES[0]} | fp32 | 2.10x |" in overview
+    assert "2.10x" in next(line for line in overview.splitlines() if line.startswith(f"| {CASES[0]} | fp32 |"))
 
 
 @pytest.mark.usefixtures("tiny")

@@ -43,7 +43,7 @@ def test_an_intel_cpu_with_amx_is_named_by_amx_whatever_another_model_says(model
     [
         ("GenuineIntel", 6, 143, BF16, "genuineintel-6-143-avx512-bf16"),
         ("GenuineIntel", 6, 85, BF16, "genuineintel-6-85-avx512-bf16"),  # Cooper Lake
-        ("AuthenticAMD", 25, 17, "avx2", "authenticamd-25-17-avx2"),
+        ("AuthenticAMD", 25, 97, "avx2", "authenticamd-25-97-avx2"),
         ("GenuineIntel", 6, 1, "", "genuineintel-6-1"),
     ],
 )
