@@ -170,6 +170,12 @@ def test_what_cannot_be_shared_is_refused():
         attend_shared(q, *own, prefix=tokens_of(40, kv_heads=1))
     with pytest.raises(ProblemError, match=r"are \[1, 2, 40, 8\] and v is .*: expected \[1, 2, keys, 24\]"):
         attend_shared(q, *own, prefix=(prefix[0], prefix[1][..., :8]))
+    for wrong in (None, 3, [q]):
+        with pytest.raises(ProblemError, match=f"q is {type(wrong).__name__}: expected a tensor"):
+            attend_shared(cast(Any, wrong), *own, prefix=prefix)
+    for sink in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.complex64), torch.zeros(3)):
+        with pytest.raises(ProblemError, match=r"sink is torch.*: expected a float tensor with a logit per query head"):
+            attend_shared(q, *own, prefix=prefix, sink=sink)
     with pytest.raises(ProblemError, match="k is NoneType"):
         attend_shared(q, *cast(Any, (None, None)), prefix=prefix)
     with pytest.raises(ProblemError, match="k is Tensor and no prefix is given"):

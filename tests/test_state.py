@@ -135,6 +135,27 @@ def test_the_logits_of_a_sink_are_a_tensor(logits: Any):
         State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)).with_sink(logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_the_logits_of_a_sink_are_floats(dtype: torch.dtype):
+    logits, state = torch.ones(3).to(dtype), State(torch.zeros(1, 3, 2, 1), torch.zeros(1, 3, 2))
+    with pytest.raises(ProblemError, match=rf"sink logits are {dtype} \[3\]: expected a tensor of floats"):
+        state.with_sink(logits)
+
+
+def test_the_logits_of_a_sink_are_strided():
+    state = State(torch.zeros(1, 3, 2, 1), torch.zeros(1, 3, 2))
+    with pytest.raises(ProblemError, match="sink logits have the layout torch.sparse_coo"):
+        state.with_sink(torch.ones(3).to_sparse())
+
+
+def test_a_state_of_integers_is_refused():
+    right, whole = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2, dtype=torch.int64)
+    for state in (State(right[..., None], whole), State(whole[..., None], right)):
+        for call in (lambda s=state: s | s, lambda s=state: s.with_sink(torch.tensor([0.7]))):
+            with pytest.raises(ProblemError, match=r"a State has out torch.* and lse torch.*: expected floats"):
+                call()
+
+
 @pytest.mark.parametrize(
     ("out", "lse", "found"),
     [

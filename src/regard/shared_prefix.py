@@ -21,6 +21,7 @@ from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
+from regard.plan.checks import check_sink
 from regard.state import State
 from regard.storage.stored import Part, StoredTensor
 
@@ -85,11 +86,13 @@ def attend_shared(
     before = max(q.shape[2] - 1, 0) if mask is not None and isinstance(q, Tensor) and q.ndim == 4 else 0  # pyright: ignore[reportUnnecessaryIsInstance]
     if prefix is not None:
         _check_prefix(q, k, v, prefix, before)
-        shared = [_Shared([*range(q.shape[0])], *prefix)]
+        shared = [_Shared(None, *prefix)]
     else:
         k, v, shared = _found(k, v, before)
         if not shared:
             return attend(q, cast(Tensor, k), cast(Tensor, v), mask=mask, sink=sink, **options)
+    if _has_four_axes(q):
+        check_sink(sink, q.shape[1], cast(Tensor, q))
     state = attend_state(q, cast(Tensor, k), cast(Tensor, v), mask=mask, **options)
     for one in shared:
         state |= one.attend(q, options)
@@ -98,18 +101,19 @@ def attend_shared(
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """Keys and values, [1, kv_heads, keys, dim], that these batch rows share."""
+    """Keys and values, [1, kv_heads, keys, dim], that these batch rows share; None: all rows."""
 
-    rows: list[int]
+    rows: list[int] | None
     k: Tensor | StoredTensor
     v: Tensor | StoredTensor
 
     def attend(self, q: Tensor, options: dict[str, Any]) -> State:
         """The state of all rows over these keys; empty for rows that do not share them."""
         batch, heads, queries, _ = q.shape
-        count, is_all = len(self.rows), len(self.rows) == batch
+        is_all = self.rows is None or len(self.rows) == batch
         rows = None if is_all else torch.tensor(self.rows, device=q.device)
         ours = q if rows is None else q[rows]
+        count = ours.shape[0]
         side = ours.transpose(0, 1).reshape(1, heads, count * queries, q.shape[3])
         state = attend_state(side, cast(Tensor, self.k), cast(Tensor, self.v), **options)
         out = state.out.view(heads, count, queries, state.out.shape[3]).transpose(0, 1)

@@ -83,9 +83,12 @@ class State:
         [[[[0.5, 0.5]]]]
         """
         self._check()
-        if not isinstance(cast(object, logits), Tensor) or logits.shape != self.lse.shape[1:2]:
-            what = list(logits.shape) if isinstance(cast(object, logits), Tensor) else repr(logits)
-            raise ProblemError(f"sink logits are {what}: expected a tensor with one per head, [{self.lse.shape[1]}].")
+        heads = self.lse.shape[1]
+        if not isinstance(cast(object, logits), Tensor) or logits.shape != (heads,) or not logits.is_floating_point():
+            what = f"{logits.dtype} {list(logits.shape)}" if isinstance(cast(object, logits), Tensor) else repr(logits)
+            raise ProblemError(f"sink logits are {what}: expected a tensor of floats with one per head, [{heads}].")
+        if logits.layout is not torch.strided:
+            raise ProblemError(f"sink logits have the layout {logits.layout}: call .to_dense().")
         if logits.device != self.lse.device:
             raise ProblemError(
                 f"sink logits are on {logits.device} and the state is on {self.lse.device}: they must be on one device."
@@ -103,6 +106,8 @@ class State:
                 f"a State has out {shapes['out']} and lse {shapes['lse']}: expected tensors [batch, heads, queries, "
                 "v_dim] and [batch, heads, queries]."
             )
+        if not (self.out.is_floating_point() and self.lse.is_floating_point()):
+            raise ProblemError(f"a State has out {self.out.dtype} and lse {self.lse.dtype}: expected floats.")
         if self.out.device != self.lse.device:
             raise ProblemError(
                 f"a State has out on {self.out.device} and lse on {self.lse.device}: expected both on one device."
