@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.attention import attend
 from regard.backend.contract import Backend
+from regard.describe.number import number_field
 from regard.describe.score import Dot, Score, compare_pairs
 from regard.describe.spec import bound_to
 from regard.dispatch.choose import check_backend
@@ -66,7 +67,7 @@ class SoftDict:
             raise ProblemError("SoftDict has keys of 0 dimensions, which match no query: expected at least one.")
         if not isinstance(self.score, Score | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"SoftDict(score={self.score!r}): expected a score such as Cosine(), or None.")
-        _check_temperature(self.temperature)
+        _check_temperature(number_field(self, "temperature"))
         check_backend(self.backend)
 
     def __repr__(self) -> str:

@@ -482,6 +482,8 @@ WORDS = {
     "betas below 0": (lambda: Delta(torch.full((1, 1, 2), -5.0)), "values down to -5: expected fractions from 0 to 1"),
     "decays of another size": (lambda: Delta(torch.ones(1, 1, 2), -torch.ones(1, 1, 3)), "expected the same"),
     "no heads": (lambda: retnet_decay(0), "at least 1"),
+    "half a head": (lambda: retnet_decay(cast(int, 1.5)), "retnet_decay(heads) is 1.5: expected a whole number"),
+    "an array as a form": (lambda: _state(form=torch.zeros(2).numpy()), "expected one of"),
     "states of rules": (
         lambda: _state(rule=Decay(0.5)) | _state(rule=Decay(0.5)),
         "do not merge: with a rule (Decay, Gated, Delta)",

@@ -15,7 +15,7 @@ matrix whose size does not depend on the count of keys (Katharopoulos et al. 202
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.describe.number import as_number, number_field
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
@@ -106,6 +107,7 @@ class Relu(OwnKernel):
     epsilon: float = 1e-3
 
     def __post_init__(self) -> None:
+        number_field(self, "epsilon")
         if not _is_number(self.epsilon) or not 0 <= self.epsilon < math.inf:
             raise ProblemError(f"Relu(epsilon={self.epsilon!r}): expected a finite number, at least 0.")
 
@@ -197,6 +199,8 @@ class Favor(NearSoftmax):
     def __post_init__(self) -> None:
         whole_field(self, "dim", "dimensions", least=1)
         whole_field(self, "features", "features", least=1)
+        if not isinstance(cast(object, self.orthogonal), bool):
+            raise ProblemError(f"Favor(orthogonal={self.orthogonal!r}): expected True or False.")
         self._check_seed()
 
     def size(self, dim: int) -> int:
@@ -349,7 +353,7 @@ def _scale(scale: float | None, dim: int) -> float:
 
 def _positive(scale: float | None, dim: int) -> float:
     """The scale, checked; its root multiplies both q and k."""
-    value = _scale(scale, dim)
+    value = as_number(_scale(scale, dim))
     if not _is_number(value) or not 0 < value < math.inf:
         raise ProblemError(f"scale is {value!r}: expected a finite number above 0; its root multiplies q and k.")
     return value

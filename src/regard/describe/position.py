@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.describe.not_a_spec import received
+from regard.describe.number import number_field
 from regard.describe.position_table import check_positions, check_type, end_of, is_traced, rows
-from regard.describe.rope_scaling import Scaling, number_field
+from regard.describe.rope_scaling import Scaling
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import Spec, spec
 from regard.describe.tensors import beside

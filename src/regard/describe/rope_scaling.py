@@ -12,10 +12,10 @@ Formulas are from the papers; where published checkpoints differ, from the check
 import math
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from regard.describe.number import as_number, number_field
 from regard.describe.position_table import is_traced
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole_field
@@ -287,7 +287,7 @@ class LongRope(Scaling):
     def __post_init__(self) -> None:
         for name in ("short", "long"):
             value = cast(object, getattr(self, name))
-            numbers = tuple(map(without_numpy, cast("tuple[object, ...]", value))) if isinstance(value, tuple) else None
+            numbers = tuple(map(as_number, cast("tuple[object, ...]", value))) if isinstance(value, tuple) else None
             if numbers is None or not all(map(_is_positive, numbers)):
                 raise ProblemError(f"LongRope({name}={value!r}): expected a tuple of floats above 0, one per pair.")
             object.__setattr__(self, name, numbers)
@@ -363,23 +363,6 @@ def _with_larger_base(plain: Tensor, factor: float) -> Tensor:
     """The frequencies of the base `base * factor ** (d / (d - 2))`."""
     pair = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
     return plain * factor ** (-pair / (len(plain) - 1))
-
-
-def without_numpy(value: object) -> object:
-    """A number of NumPy as a float; anything else unchanged.
-
-    >>> import numpy as np
-    >>> without_numpy(np.float32(0.5)), without_numpy(np.True_)
-    (0.5, np.True_)
-    """
-    return float(value) if isinstance(value, (np.floating, np.integer)) else value
-
-
-def number_field(owner: object, name: str) -> object:
-    """Replace the field of a frozen dataclass by `without_numpy` of it, and return that."""
-    value = without_numpy(getattr(owner, name))
-    object.__setattr__(owner, name, value)
-    return value
 
 
 def _is_positive(value: object) -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.fingerprint import Fingerprint
+from regard.describe.number import number_field
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Spec, spec
 from regard.describe.traced import refuse_symbol
@@ -300,7 +301,7 @@ class Distance(Score):
     bandwidth: float
 
     def __post_init__(self) -> None:
-        h = cast(object, self.bandwidth)
+        h = number_field(self, "bandwidth")
         if isinstance(h, bool) or not isinstance(h, int | float) or not 0 < h < math.inf:  # isfinite cannot be traced
             refuse_symbol(f"{type(self).__name__}(bandwidth)", h, "divide q and k by it and pass 1.0")
             raise ProblemError(

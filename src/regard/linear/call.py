@@ -1,6 +1,6 @@
 """A checked call of linear attention with all defaults filled in, and its first and last state."""
 
-import math
+import sys
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -116,12 +116,12 @@ def _check_qk_dim(q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_options(causal: object, normalise: object, form: str | None) -> None:
+def _check_options(causal: object, normalise: object, form: object) -> None:
     if not isinstance(causal, bool):
         raise ProblemError(f"causal is {causal!r}: expected True or False.")
     if not isinstance(normalise, bool | None):
         raise ProblemError(f"normalise is {normalise!r}: expected True, False or None.")
-    if form not in (None, *FORMS):
+    if form is not None and (not isinstance(form, str) or form not in FORMS):
         raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
 
 
@@ -139,7 +139,7 @@ def _check_kinds(features: object, rule: object, state: object) -> None:
 def _check_together(features: Feature | None, rule: Rule | None, scale: object, normalise: bool) -> None:
     """Raise `ProblemError` for arguments that exclude each other."""
     if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf
+        isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= sys.float_info.max
     ):
         refuse_symbol("scale", scale, "multiply q and k by its square root and pass scale=1")
         raise ProblemError(f"scale is {scale!r}: expected a finite number above 0, or None.")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.spec import Spec, spec
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.plan.checks import can_be_read
 
@@ -146,8 +147,7 @@ def retnet_decay(heads: int) -> Tensor:
     >>> retnet_decay(2).tolist()
     [0.96875, 0.984375]
     """
-    if not isinstance(heads, int) or heads < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ProblemError(f"retnet_decay(heads={heads!r}): expected a whole number, at least 1.")
+    heads = whole(heads, "retnet_decay(heads)", "heads", least=1)
     return 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
 
 
