@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 
-MOST = (1 << 63) - 1
-"""The largest int that torch takes beside a tensor."""
+from regard.describe.whole_number import MOST
 
 
 def as_number(value: object) -> object:
