@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -196,3 +197,18 @@ def test_an_exported_program_refuses_several_gradients_at_once():
         torch.autograd.grad(out, leaves, several, is_grads_batched=True, retain_graph=True)
     with pytest.raises(RefusalError, match="several at once"):
         torch.vmap(lambda grad: torch.autograd.grad(out, leaves, grad, retain_graph=True))(several)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it of every tensor that it compiles with
+@pytest.mark.parametrize("name", ["nothing", "T5Bias"])
+def test_compiled_autograd_leaves_the_gradients_of_a_call_that_was_not_compiled(name: str):
+    """It compiled what computes them, and raised an error at another length."""
+    function, sizes = DIFFERENTIATED[name]
+    for tokens in (5, 3, 2):
+        leaves = leaves_of(sizes)
+        outs = [called(function, [t[:, :, :tokens] for t in leaves[:3]] + leaves[3:]) for _ in range(2)]
+        expected = gradients(outs[0], leaves)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            outs[1].square().sum().backward()
+        torch.testing.assert_close([t.grad for t in leaves], list(expected))

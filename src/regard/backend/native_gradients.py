@@ -32,7 +32,7 @@ from regard.huge_pages import advise_huge_pages
 from regard.plan.checks import Saved
 from regard.plan.problem import Problem
 from regard.state import State
-from regard.torch_internals import is_ordinary, resolve_lazy
+from regard.torch_internals import is_ordinary, resolve_lazy, skip_frames
 from regard.wide import wide_of
 
 
@@ -151,6 +151,9 @@ class Attention(torch.autograd.Function):
         gradients = _Gradient.apply if may_be_differentiated else _gradients
         found: Any = gradients(ctx.call, wanted, *grads, *saved)
         return None, *found
+
+
+skip_frames(Attention.backward)  # compiled autograd would compile what computes gradients
 
 
 def _gradients(call: Call, wanted: Wanted, dout: Tensor | None, dlse: Tensor | None, *saved: Any) -> Inputs:

@@ -30,6 +30,7 @@ from regard.torch_internals import (
     flash_attention,
     flash_attention_backward,
     resolve_lazy,
+    skip_frames,
 )
 
 CUDNN_CHIPS = (9, 10)
@@ -178,6 +179,9 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         found = _Gradient.apply(ctx.call, ctx.fused, ctx.lse_axes, wanted, *grads, *saved)
         return None, None, None, *cast("tuple[Any, ...]", found)
+
+
+skip_frames(_Attention.backward)  # compiled autograd would compile what computes gradients
 
 
 class _Gradient(torch.autograd.Function):

@@ -26,6 +26,7 @@ from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from regard.state import State
+from regard.torch_internals import skip_frames
 
 MOST_ROWS = 64
 """Query rows of a key head, its heads times the queries, up to which keys are read where they are stored."""
@@ -202,6 +203,9 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved.given_back(ctx.saved_tensors, distance_learns=wanted[4])
         found = _Gradient.apply(ctx.call, wanted, *grads, *saved)
         return None, None, *cast("tuple[Any, ...]", found)
+
+
+skip_frames(_Attention.backward)  # compiled autograd would compile what computes gradients
 
 
 class _Gradient(torch.autograd.Function):

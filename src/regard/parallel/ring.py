@@ -27,6 +27,7 @@ from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_sta
 from regard.parallel.route import Visit
 from regard.seeds import mixed
 from regard.state import State
+from regard.torch_internals import skip_frames
 from regard.wide import wide_of
 
 
@@ -157,6 +158,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         found = _Gradient.apply(ctx.ring, ctx.needs_input_grad[4:], *grads, *ctx.saved_tensors)
         return None, *cast("tuple[Tensor | None, ...]", found)
+
+
+skip_frames(_Attend.backward)  # compiled autograd would compile what computes gradients
 
 
 class _Gradient(torch.autograd.Function):
