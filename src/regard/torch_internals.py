@@ -581,6 +581,16 @@ def skip_frames(function: Any) -> None:
         _dynamo_frames.set_code_exec_strategy(function.__code__, strategy)
 
 
+def leave_out_of_graphs(function: Any) -> None:
+    """End the graph of a compiled function at calls of this function, and compile neither it nor what it calls.
+
+    As `torch.compiler.disable` does (`_torchdynamo_disable`; torch 2.1), but without loading the compiler. Compiled
+    autograd traces the backward passes of functions that were not compiled.
+    """
+    function._torchdynamo_disable = True
+    skip_frames(function)
+
+
 def check_replaceable() -> None:
     """Raise `RefusalError` if this torch lacks a name that `replace_in_torch` or torch's own kernels need."""
     if lost := [name for name, consequence in MISSING.items() if consequence == _NO_EVERYWHERE]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -51,6 +52,19 @@ def qkv() -> list[Tensor]:
 @pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
 def test_a_group_of_one_rank_gives_the_bits_of_attend(function: Callable[..., Tensor]):
     assert torch.equal(function(*qkv(), mask=Causal()), attend(*qkv(), mask=Causal()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it of every tensor that it compiles with
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+def test_compiled_autograd_leaves_the_gradients_of_calls_over_ranks(function: Callable[..., Tensor]):
+    """It compiled the messages to other ranks, which raised an error."""
+    leaves = [t.clone().requires_grad_() for t in qkv()]
+    expected = torch.autograd.grad(attend(*leaves, mask=Causal()).square().sum(), leaves)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        function(*leaves, mask=Causal()).square().sum().backward()
+    torch.testing.assert_close([t.grad for t in leaves], list(expected))
 
 
 @pytest.mark.usefixtures("alone")

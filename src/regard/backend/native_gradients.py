@@ -32,7 +32,7 @@ from regard.huge_pages import advise_huge_pages
 from regard.plan.checks import Saved
 from regard.plan.problem import Problem
 from regard.state import State
-from regard.torch_internals import is_ordinary, resolve_lazy, skip_frames
+from regard.torch_internals import is_ordinary, leave_out_of_graphs, resolve_lazy
 from regard.wide import wide_of
 
 
@@ -153,7 +153,7 @@ class Attention(torch.autograd.Function):
         return None, *found
 
 
-skip_frames(Attention.backward)  # compiled autograd would compile what computes gradients
+leave_out_of_graphs(Attention.backward)
 
 
 def _gradients(call: Call, wanted: Wanted, dout: Tensor | None, dlse: Tensor | None, *saved: Any) -> Inputs:

@@ -29,8 +29,8 @@ from regard.torch_internals import (
     cudnn_attention_backward,
     flash_attention,
     flash_attention_backward,
+    leave_out_of_graphs,
     resolve_lazy,
-    skip_frames,
 )
 
 CUDNN_CHIPS = (9, 10)
@@ -181,7 +181,7 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *cast("tuple[Any, ...]", found)
 
 
-skip_frames(_Attention.backward)  # compiled autograd would compile what computes gradients
+leave_out_of_graphs(_Attention.backward)
 
 
 class _Gradient(torch.autograd.Function):

@@ -26,7 +26,7 @@ from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from regard.state import State
-from regard.torch_internals import skip_frames
+from regard.torch_internals import leave_out_of_graphs
 
 MOST_ROWS = 64
 """Query rows of a key head, its heads times the queries, up to which keys are read where they are stored."""
@@ -205,7 +205,7 @@ class _Attention(torch.autograd.Function):
         return None, None, *cast("tuple[Any, ...]", found)
 
 
-skip_frames(_Attention.backward)  # compiled autograd would compile what computes gradients
+leave_out_of_graphs(_Attention.backward)
 
 
 class _Gradient(torch.autograd.Function):

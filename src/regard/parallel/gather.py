@@ -9,6 +9,7 @@ from torch import Tensor
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.derivatives import no_tangents
 from regard.parallel.layout import Layout
+from regard.torch_internals import leave_out_of_graphs
 
 
 def gathered(shard: Tensor, layout: Layout, rank: int, group: dist.ProcessGroup | None, dim: int) -> Tensor:
@@ -55,6 +56,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         raise no_tangents("unshard")
+
+
+leave_out_of_graphs(_Gathered.backward)
 
 
 class _Part(torch.autograd.Function):

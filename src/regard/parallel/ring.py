@@ -27,7 +27,7 @@ from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_sta
 from regard.parallel.route import Visit
 from regard.seeds import mixed
 from regard.state import State
-from regard.torch_internals import skip_frames
+from regard.torch_internals import leave_out_of_graphs
 from regard.wide import wide_of
 
 
@@ -160,7 +160,7 @@ class _Attend(torch.autograd.Function):
         return None, *cast("tuple[Tensor | None, ...]", found)
 
 
-skip_frames(_Attend.backward)  # compiled autograd would compile what computes gradients
+leave_out_of_graphs(_Attend.backward)
 
 
 class _Gradient(torch.autograd.Function):

@@ -17,7 +17,7 @@ from regard.describe.mask import Ints
 from regard.parallel.derivatives import no_tangents
 from regard.parallel.layout import Layout, even_parts
 from regard.parallel.ranks import Ranks
-from regard.torch_internals import skip_frames
+from regard.torch_internals import leave_out_of_graphs
 from regard.wide import wide_of
 
 
@@ -164,7 +164,7 @@ class Exchange(torch.autograd.Function):
         raise no_tangents("the backward pass of attention over ranks")
 
 
-skip_frames(Exchange.backward)  # compiled autograd would compile what sends to other ranks
+leave_out_of_graphs(Exchange.backward)
 
 
 def _exchange(ranks: Ranks, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
