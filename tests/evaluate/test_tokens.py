@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from regard.errors import ProblemError
 from regard.evaluate import Documents, KeyValues, Needle, Passkey, Question, Recall, Tokenizer, as_model, evaluate
-from regard.evaluate.answer import answers
+from regard.evaluate.answer import answers, check_written
 from regard.evaluate.harness import harness_config
 from tests.cli import tiny
 
@@ -226,6 +226,38 @@ def test_unknown_tokens_are_not_written_as_an_answer():
     question = Question("one", {}, (1,), (1,), (), ("Picard",), new_tokens=1)
     ((_, answer),) = answers(as_model(Saying([0, 0]), made), [question])
     assert (answer["text"], answer["score"]) == ("[UNK]", 0)
+
+
+def words_of_noise():
+    """A tokenizer of some words of Mohtashami's noise, which makes an unknown token of a number."""
+    words = {"[UNK]": 0, "grass": 1, "is": 2, "green": 3, ".": 4, "pass": 5, "key": 6}
+    made = FastTokenizer(models.WordLevel(words, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+def letters_alone():
+    """A tokenizer of letters, which leaves digits out."""
+    signs = {chr(code): code for code in range(128) if not chr(code).isdigit()}
+    return FastTokenizer(models.BPE(vocab=signs, merges=[]))
+
+
+@pytest.mark.parametrize("made", [words_of_noise, letters_alone])
+def test_a_tokenizer_that_cannot_write_an_answer_is_refused(made, tmp_path):
+    """A model that predicts nothing but unknown tokens would find every pass key."""
+    model = as_model(lambda tokens: torch.eye(200)[torch.zeros_like(tokens)], made(), label="unknown")
+    task = Passkey((300,), (0.5,), samples=1)
+    for refused in (lambda: evaluate(task, model), lambda: harness_config(task, model, tmp_path)):
+        with pytest.raises(ProblemError, match=r"makes .* of '\d{5}', an answer of the example 300/0.5/0"):
+            refused()
+
+
+def test_of_several_answers_the_tokenizer_writes_one():
+    question = Question("one", {}, (1,), (1,), (), ("Paris", "7"), new_tokens=1, any_answer=True)
+    model = as_model(nothing, letters_alone())
+    check_written(model, question)
+    with pytest.raises(ProblemError, match="makes ' ' of '7'"):
+        check_written(model, dataclasses.replace(question, any_answer=False))
 
 
 def test_bytes_have_no_end_tokens():

@@ -75,6 +75,21 @@ def check_fits(model: Model, example: Example) -> None:
         )
 
 
+def check_written(model: Model, example: Example) -> None:
+    """Raise `ProblemError` for answers that the tokenizer cannot write: they are neither in the prompt nor generated.
+
+    The expected tokens would be unknown ones, and a model that always predicts these would be right.
+    """
+    found = example.answers if isinstance(example, Question) else ()
+    lost = [answer for answer in found if not model.tokenizer.writes(answer)]
+    if lost and (not example.any_answer or len(lost) == len(found)):
+        made = model.tokenizer.decode(model.tokenizer.encode_after(f" {lost[0]}"))
+        raise ProblemError(
+            f"the tokenizer makes {made!r} of {lost[0]!r}, an answer of the example {example.name}, so that no text "
+            "has it. Give a tokenizer with these letters and digits, or None for UTF-8 bytes."
+        )
+
+
 def _shorter(cell: Cell, positions: int) -> str:
     """What makes the examples of a task shorter, in its own options."""
     if "trained" in cell:

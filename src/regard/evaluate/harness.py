@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from regard.errors import ProblemError
-from regard.evaluate.answer import found_in
+from regard.evaluate.answer import check_written, found_in
 from regard.evaluate.models import Model
 from regard.evaluate.task import SPARE, Question, Task
 from regard.evaluate.tasks import check_task
@@ -40,7 +40,8 @@ def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, An
     where `regard evaluate` wants the answer of a needle at once. An answer counts as it is, not as tokenizers spell it.
 
     Raises:
-        ProblemError: the task measures losses, has answers that are no texts, or a setting that no text has.
+        ProblemError: the task measures losses, has answers that are no texts or that the tokenizer cannot write, or a
+            setting that no text has.
     """
     check_task(task)
     examples = list(task.examples(model))
@@ -51,6 +52,8 @@ def harness_config(task: Task, model: Model, folder: str | Path) -> dict[str, An
         raise ProblemError(
             f"the answers of {task.name} are tokens: lm-evaluation-harness gets tasks with texts, such as needle."
         )
+    for each in questions:
+        check_written(model, each)
     decode = model.tokenizer.decode
     if getattr(task, "chat", False):  # the special tokens of the chat template are a part of the prompt
         decode = model.tokenizer.decode_all or decode

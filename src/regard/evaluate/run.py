@@ -24,7 +24,7 @@ import torch
 
 from regard.errors import ProblemError
 from regard.evaluate import records
-from regard.evaluate.answer import answers, check_fits
+from regard.evaluate.answer import answers, check_fits, check_written
 from regard.evaluate.haystack import digest, digest_of_file
 from regard.evaluate.models import CacheOptions, Model, as_model, check_label
 from regard.evaluate.results import Results
@@ -62,7 +62,8 @@ def evaluate(
 
     Raises:
         ProblemError: a setting of the task is one that no text has, the model cannot be evaluated, an example is longer
-            than the model, the file has results of other settings, is written by another process, or cannot be written.
+            than the model, the tokenizer cannot write its answer, the file has results of other settings, is written by
+            another process, or cannot be written.
 
     A model whose logits are all equal finds a needle of 7 digits by chance, and so never:
 
@@ -173,6 +174,7 @@ def _check(examples: Sequence[Example], model: Model) -> None:
         raise ProblemError("two examples of the task have the same name: lengths, depths or positions are repeated.")
     for example in examples:
         check_fits(model, example)
+        check_written(model, example)
     model.start()  # raises for a cache that cannot be made
 
 

@@ -64,6 +64,17 @@ class Tokenizer:
         decoded = self.decode(self.encode_after(f" {text}")).strip()
         return decoded if _signs(decoded) == _signs(text) else text
 
+    def writes(self, text: str) -> bool:
+        """Whether its tokens have all letters and digits of the text, whatever their case and accents.
+
+        A vocabulary of words gives a number that it lacks an unknown token, and one of letters leaves digits out.
+
+        >>> Tokenizer.of(None).writes("4812207")
+        True
+        """
+        decoded = self.decode(self.encode_after(f" {text}"))
+        return _letters(text) in _letters(decoded)
+
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
         """Texts with their tokens, for texts that follow; none where `encode` gives a text the tokens it has in others.
@@ -171,6 +182,11 @@ def _signs(text: str) -> str:
     """The letters, digits and other signs of a text, without case and accents."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return "".join(sign for sign in plain if not sign.isspace() and not unicodedata.combining(sign))
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, without case and accents."""
+    return "".join(sign for sign in _signs(text) if sign.isalnum())
 
 
 def _of_tokenizers(tokenizer: Any) -> Tokenizer:
