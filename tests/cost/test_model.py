@@ -172,6 +172,12 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
             {"model_type": "laguna", "num_attention_heads_per_layer": [4]},
             "^m: num_attention_heads_per_layer has a length of 1, with 2 layers: expected one entry for each.$",
         ),
+        (
+            {"model_type": "bart", "is_encoder_decoder": False},
+            "^m has is_encoder_decoder false: the encoder or the",
+        ),
+        ({"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}, "^m has architectures WhisperForCausalLM"),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "^m has architectures T5EncoderModel: the encoder"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "^m has add_cross_attention: attention to an encoder of"),
         ({"model_type": "bloom", "n_embed": "x"}, "^m: hidden_size is 'x': expected a whole number.$"),
         ({"model_type": "axk1", "moe_layer_freq": 0}, "^m: moe_layer_freq is 0: expected 1 or more.$"),

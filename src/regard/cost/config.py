@@ -90,11 +90,28 @@ def _text_model(config: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any
 
 def _check_encoder(name: str, family: Family, config: Mapping[str, Any]) -> None:
     if "encoder_layers" in family.read:
+        _check_has_both(name, family, config)
         return
     if config.get("is_encoder_decoder"):
         raise ProblemError(f"{name}: {family.name} is an encoder with a decoder, which is not read from a config.json.")
     if config.get("add_cross_attention"):
         raise ProblemError(f"{name} has add_cross_attention: attention to an encoder of another model is not counted.")
+
+
+def _check_has_both(name: str, family: Family, config: Mapping[str, Any]) -> None:
+    """Raise `ProblemError` for the encoder or the decoder of a family alone: its config.json has the sizes of both."""
+    names = config.get("architectures")
+    names = cast("list[Any]", names) if isinstance(names, list) else []
+    parts = [each for each in map(str, names) if each.endswith(OF_A_PART)]
+    if parts or config.get("is_encoder_decoder") is False:
+        why = f"architectures {parts[0]}" if parts else "is_encoder_decoder false"
+        raise ProblemError(
+            f"{name} has {why}: the encoder or the decoder of {family.name} alone is not counted, only both together."
+        )
+
+
+OF_A_PART = ("EncoderModel", "EncoderOnlyModel", "ForCausalLM")
+"""Ends of the names of classes that have an encoder or a decoder alone, in families that have both."""
 
 
 def _fields(name: str, family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
