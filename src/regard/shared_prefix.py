@@ -91,8 +91,8 @@ def attend_shared(
         k, v, shared = _found(k, v, before)
         if not shared:
             return attend(q, cast(Tensor, k), cast(Tensor, v), mask=mask, sink=sink, **options)
-    if _has_four_axes(q):
-        check_sink(sink, q.shape[1], cast(Tensor, q))
+    if isinstance(cast(object, q), Tensor) and q.ndim == 4:
+        check_sink(sink, q.shape[1], q)
     state = attend_state(q, cast(Tensor, k), cast(Tensor, v), mask=mask, **options)
     for one in shared:
         state |= one.attend(q, options)

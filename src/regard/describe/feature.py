@@ -353,7 +353,7 @@ def _scale(scale: float | None, dim: int) -> float:
 
 def _positive(scale: float | None, dim: int) -> float:
     """The scale, checked; its root multiplies both q and k."""
-    value = as_number(_scale(scale, dim))
+    value = cast(float, as_number(_scale(scale, dim)))
     if not _is_number(value) or not 0 < value < math.inf:
         raise ProblemError(f"scale is {value!r}: expected a finite number above 0; its root multiplies q and k.")
     return value
