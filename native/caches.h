@@ -5,7 +5,7 @@
 
 namespace regard {
 
-// How whole spans of keys and values ask for lines (stream_asks.h).
+// How whole blocks of keys and values ask for lines (stream_asks.h).
 enum class Asks {
     keys,    // those of keys into the first level, 8 KiB ahead; the machine's own prefetching reads values
     all,     // those of values as well

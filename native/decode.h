@@ -6,9 +6,9 @@
 // 32: chains.h, decode_tiles.h), weights in trees of 16, running sums rescaled at blocks and restarted at spans. Spans
 // are what threads share: the split depends on positions alone.
 //
-// Up to four rows (16 in tiles) go through all keys of a span before its values, where these are contiguous (on some
-// machines also in pages) and no key is widened but for chains: memory is read as one stream, on AVX-512 mostly by
-// loops of their own (decode_stream.h). All else goes block by block.
+// Up to four rows (16 in tiles) go through all keys of a span before its values, as far as all rows see whole blocks,
+// and where these are contiguous (on some machines also in pages): memory is read as one stream, on AVX-512 and AVX2
+// mostly by loops of their own (decode_stream.h); not where AVX-512 widens keys of bf16. All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
@@ -28,9 +28,10 @@ struct Decode {
     using Unit = typename K::Unit;
     using S = typename K::Stored;
     static constexpr int W = K::W;
-    // Spans whose keys and values are contiguous or in pages are streamed where keys are multiplied as they are stored;
-    // with keys of bf16 that are widened it takes longer (1.06, Zen 4), but not on AMX's machines, by chains.
-    static constexpr bool streams = K::pairs || K::chained || is_same<S, float>;
+    // Blocks whose keys and values are contiguous or in pages are streamed where keys are multiplied as they are
+    // stored; with keys of bf16 that are widened it takes longer on AVX-512 (1.06, Zen 4), but not on AMX's machines,
+    // by chains.
+    static constexpr bool streams = K::pairs || K::chained || is_same<S, float> || DecodeStream<K>::known;
     static constexpr int STREAMED = DecodeStream<K>::AT_MOST;  // rows
 
     using Sums = DecodeSums<K>;
@@ -70,34 +71,55 @@ struct Decode {
         int64_t high() const { return block.first + (block.half[1].listed ? BLOCK : TILE); }
     };
 
+    // A span to compute: for which rows, from what, into what.
+    struct Span {
+        const Lanes &lanes;
+        const int64_t row, first;
+        const Source<K> k, v;
+        const Sums &into;
+    };
+
     // The sums of one span. The first block of `after` is prefetched.
-    regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Sums &into, const After *after) {
+    regard_status run(const Lanes &lanes, int64_t row, int64_t number, const Sums &into, const After *after) {
+        const int64_t kv = lanes.head / (c.heads / c.kv_heads);
+        const Span span{lanes,
+                        row,
+                        number * SPAN,
+                        Source<K>(keys_of(c), c.k, lanes.batch, kv, c.qk_dim),
+                        Source<K>(values_of(c), c.v, lanes.batch, kv, c.v_dim),
+                        into};
         into.clear(lanes.count);
-        Walk walk(c.by_query, row, c.keys, span * SPAN);
-        const int64_t until = (span + 1) * SPAN, group = c.heads / c.kv_heads;
-        const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / group, c.qk_dim);
-        const Source<K> v(values_of(c), c.v, lanes.batch, lanes.head / group, c.v_dim);
+        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
+        const int64_t until = span.first + SPAN;
         if constexpr (streams)
-            if (lanes.count <= STREAMED && sees_all(row, span * SPAN)) {
-                const bool served = DecodeStream<K>::serves(lanes.count, c.qk_dim, c.v_dim);
-                const bool one_page = !served || !DecodeStream<K>::reads_pages();
+            if (lanes.count <= STREAMED) {
+                const Whole whole = whole_blocks(span);
                 Sixteens keys, values;
-                if (keys.find(k, span * SPAN, one_page) && values.find(v, span * SPAN, one_page)) {
-                    if constexpr (DecodeStream<K>::known)
-                        if (served) return stream(lanes, span * SPAN, keys, values, into, after);
-                    return stream_lines(lanes, span * SPAN, keys.at[0], values.at[0], v, into, after);
+                if (can_stream(span, whole, keys, values)) {
+                    const After begin{lanes, whole.block_at(whole.first)}, rest{lanes, whole.block_at(whole.end)};
+                    const regard_status before = step_through(span, span.first, whole.first, &begin);
+                    if (before != REGARD_DONE) return before;
+                    stream(span, whole.first, keys, values, whole.end < least(until, c.keys) ? &rest : after);
+                    return step_through(span, whole.end, until, after);
                 }
             }
+        return step_through(span, span.first, until, after);
+    }
+
+    // Tokens of a span, block by block.
+    regard_status step_through(const Span &span, int64_t from, int64_t until, const After *after) {
+        if (from == until) return REGARD_DONE;
+        const Lanes &lanes = span.lanes;
+        Walk walk(c.by_query, span.row, c.keys, from);
         Todo both[2], *now = both, *later = both + 1;
-        if (!find(walk, until, lanes, k, v, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
+        if (!find(walk, until, span, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
         take_queries(lanes);
-        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         for (bool more = true; more;) {
             key_lines.clear(), value_lines.clear();
-            more = find(walk, until, lanes, k, v, *later);
-            if (more) list(*later, lanes, k, v);
+            more = find(walk, until, span, *later);
+            if (more) list(*later, lanes, span.k, span.v);
             else if (after) ask_for(*after, *later, key_lines, true);
-            step(*now, lanes, k, v, into);
+            step(*now, lanes, span.k, span.v, span.into);
             Todo *const done = now;
             now = later, later = done;
         }
@@ -117,7 +139,8 @@ struct Decode {
     };
 
     // The next one; false if there is none.
-    bool find(Walk &walk, int64_t until, const Lanes &lanes, const Source<K> &k, const Source<K> &v, Todo &todo) const {
+    bool find(Walk &walk, int64_t until, const Span &span, Todo &todo) const {
+        const Lanes &lanes = span.lanes;
         do {
             if (!walk.next(until, todo.block)) return false;
             const int tokens = least(BLOCK, c.keys - todo.block.first);
@@ -125,9 +148,10 @@ struct Decode {
             // whole rows: first and last do not matter
             todo.count = cut<LANES, K::by_32 ? 32 : 16>(todo.block, todo.bits, tokens, lanes.count, todo.pieces);
         } while (!todo.count);
-        k.find(todo.block.first + todo.low(), todo.block.first + todo.high(), todo.keys);
+        span.k.find(todo.block.first + todo.low(), todo.block.first + todo.high(), todo.keys);
         const int64_t low = todo.low() / 32 * 32, high = least(up(todo.high(), 32), c.keys - todo.block.first);
-        v.find(todo.block.first + low, todo.block.first + high, todo.values);  // whole stretches: see coded_segment.h
+        span.v.find(todo.block.first + low, todo.block.first + high,
+                    todo.values);  // whole stretches: see coded_segment.h
         return true;
     }
 
@@ -148,44 +172,66 @@ struct Decode {
     // 2 MiB). With two rows no prefetch takes 1.07 of the time from memory, with four 1.2.
     static bool lists(const Source<K> &tokens, const Lanes &lanes) { return lanes.count > 1 || !tokens.crowds(); }
 
-    // ---- whole spans -----------------------------------------------------------------------------------------------
+    // ---- whole blocks ----------------------------------------------------------------------------------------------
 
-    bool sees_all(int64_t row, int64_t first) const {
-        if (first + SPAN > c.keys) return false;
-        Walk walk(c.by_query, row, c.keys, first);
-        Block block;
-        for (int64_t at = first; at < first + SPAN; at += BLOCK) {
-            if (!walk.next(first + SPAN, block) || block.first != at) return false;
-            for (const Half &half : block.half)
-                if (!half.listed || half.bits) return false;
+    // Blocks of a span, one after another, that all rows see whole.
+    struct Whole {
+        int64_t first, end;
+
+        static Block block_at(int64_t token) { return {token, {{true, nullptr}, {true, nullptr}}}; }
+    };
+
+    // The first ones; none if there are none, or the schedule is bad.
+    Whole whole_blocks(const Span &span) const {
+        const int64_t end = least(span.first + SPAN, c.keys / BLOCK * BLOCK);
+        Walk walk(c.by_query, span.row, c.keys, span.first);
+        Whole found{span.first, span.first};
+        for (Block block; walk.next(end, block);) {
+            const bool any = found.first < found.end;
+            const bool whole = is_whole(block.half[0]) && is_whole(block.half[1]);
+            if (any && (!whole || block.first != found.end)) return found;
+            if (whole) found = {any ? found.first : block.first, block.first + BLOCK};
         }
-        return !walk.next(first + SPAN, block) && !walk.bad;
+        return walk.bad ? Whole{span.first, span.first} : found;
     }
 
+    static bool is_whole(const Half &half) { return half.listed && !half.bits; }
+
+    // Whether they can be streamed, from where.
+    bool can_stream(const Span &span, const Whole &whole, Sixteens &keys, Sixteens &values) const {
+        const int blocks = int((whole.end - whole.first) / BLOCK);
+        const bool one_page = !is_served(span) || !DecodeStream<K>::reads_pages();
+        return blocks && keys.find(span.k, whole.first, blocks, one_page) &&
+               values.find(span.v, whole.first, blocks, one_page);
+    }
+    bool is_served(const Span &span) const { return DecodeStream<K>::serves(span.lanes.count, c.qk_dim, c.v_dim); }
+
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
-    regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Sums &into,
-                         const After *after) {
+    void stream(const Span &span, int64_t first, Sixteens &keys, Sixteens &values, const After *after) {
+        if constexpr (DecodeStream<K>::known)
+            if (is_served(span)) return stream_sixteens(span, first, keys, values, after);
+        stream_lines(span, first, keys, values.at[0], after);
+    }
+
+    void stream_sixteens(const Span &span, int64_t first, Sixteens &keys, Sixteens &values, const After *after) {
+        const Lanes &lanes = span.lanes;
         const bool in_one = keys.in_one && values.in_one;
-        const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, {c.qk_dim, c.v_dim, in_one}};
+        const DecodeStream<K> loops{c.qk_dim, units, c.v_dim, width, {c.qk_dim, c.v_dim, in_one}};
         if constexpr (K::chained) interleave_queries(lanes);
         else take_queries(lanes);
-        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
-        const int known = after ? find_keys(*after, span.asks.next_keys(values.bytes, keys.bytes), later) : 0;
-        keys.follow(span.asks.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
-        values.follow(span.asks.of_values.sixteens, later, keys.bytes, known);
-        span.make(keys, queries, lanes.count, scores);
-        Block block;
-        block.half[0] = block.half[1] = {true, nullptr};
-        for (int64_t at = 0; at < SPAN; at += BLOCK) {
-            block.first = first + at;
+        const int known = after ? find_keys(*after, loops.asks.next_keys(values.bytes, keys.bytes), later) : 0;
+        keys.follow(loops.asks.of_keys.sixteens, values.at, values.bytes, values.count);
+        values.follow(loops.asks.of_values.sixteens, later, keys.bytes, known);
+        loops.make(keys, queries, lanes.count, scores);
+        for (int64_t at = 0; at < keys.tokens(); at += BLOCK) {
             softmax.move_to(scores + at * lanes.count);
-            weigh_all(block, lanes, into, [&](int r) { span.asks.ask(values, at, r, known > 0); });
-            span.add(values, at, softmax.weights, lanes.count, into.out,
-                     value_rows + DecodeValues<K>::coded_at(c.v_dim));
+            weigh_all(Whole::block_at(first + at), lanes, span.into,
+                      [&](int r) { loops.asks.ask(values, at, r, known > 0); });
+            loops.add(values, at, softmax.weights, lanes.count, span.into.out,
+                      value_rows + DecodeValues<K>::coded_at(c.v_dim));
         }
         softmax.move_to(scores);
-        return REGARD_DONE;
     }
 
     // The addresses of up to `count` times 16 keys of other rows. How many are known.
@@ -203,32 +249,29 @@ struct Decode {
     }
 
     // The same where values are not read in order, with every line asked for by a list.
-    regard_status stream_lines(const Lanes &lanes, int64_t first, const char *keys, const char *values,
-                               const Source<K> &v, const Sums &into, const After *after) {
+    void stream_lines(const Span &span, int64_t first, const Sixteens &keys, const char *values, const After *after) {
+        const Lanes &lanes = span.lanes;
+        const int tokens = keys.tokens();
         const int64_t key = c.qk_dim * int64_t(sizeof(S)), value = c.v_dim * int64_t(sizeof(S));
         const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
         Todo todo;
         take_queries(lanes);
-        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         key_lines.clear(), value_lines.clear();
-        key_lines.add(keys + BLOCK * key, (SPAN - BLOCK) * key);
+        key_lines.add(keys.at[0] + BLOCK * key, (tokens - BLOCK) * key);
         key_lines.add(values, BLOCK * value, step);
-        value_lines.add(values + BLOCK * value, (SPAN - BLOCK) * value, step);
+        value_lines.add(values + BLOCK * value, (tokens - BLOCK) * value, step);
         if (after) ask_for(*after, todo, value_lines, after->block.first + SPAN > c.keys);
-        const int made =
-            DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, lanes.count, key_lines);
-        value_lines.share(DecodeValues<K>::asks(SPAN, c.v_dim, lanes.count));
-        todo.block.half[0] = todo.block.half[1] = {true, nullptr};
-        for (int64_t at = 0; at < SPAN; at += BLOCK) {
-            todo.block.first = first + at;
+        DecodeScores<K> of_keys{c.qk_dim, units, queries, scores, key_rows};
+        const int made = of_keys.make_blocks(keys.at[0], tokens, lanes.count, key_lines);
+        value_lines.share(DecodeValues<K>::asks(tokens, c.v_dim, lanes.count));
+        for (int64_t at = 0; at < tokens; at += BLOCK) {
             softmax.move_to(scores + at * made);
-            weigh_all(todo.block, lanes, into, [](int) {});
-            v.find(first + at, first + at + BLOCK, todo.values);
+            weigh_all(Whole::block_at(first + at), lanes, span.into, [](int) {});
+            span.v.find(first + at, first + at + BLOCK, todo.values);
             DecodeValues<K>(c.v_dim, width, softmax.weights, value_rows)
-                .add(v, todo.values, first + at, 0, BLOCK, lanes.count, into.out, value_lines);
+                .add(span.v, todo.values, first + at, 0, BLOCK, lanes.count, span.into.out, value_lines);
         }
         softmax.move_to(scores);
-        return REGARD_DONE;
     }
 
     // ---- block by block --------------------------------------------------------------------------------------------

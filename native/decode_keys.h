@@ -4,7 +4,8 @@
 // words of 16 keys are transposed at a time: lower and upper halves of a vector are loaded from two rows, which the
 // ports for loads and for arithmetic do, so that 24 shuffles are left of the 32 that 8 of 16 vectors need otherwise.
 // Bound by shuffles was Cascade Lake, which has one port for those of 512 bits. Eight are as many as stay in registers
-// for two groups of keys beside the sums. Other instruction sets transpose W x W.
+// for two groups of keys beside the sums. On AVX2 they are four words of 8 keys, likewise: 8 shuffles, where 8 x 8 take
+// 32 with the blends between them. Other instruction sets transpose W x W.
 #pragma once
 
 #include "rows.h"
@@ -17,13 +18,13 @@ struct KeyRows {
     using Unit = typename K::Unit;
     using X = typename Vec<Unit>::type;
     static constexpr int W = K::W, PAIR = K::Product::pair;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     static constexpr bool halves = sizeof(Unit) == 4;                          // a vector is of two rows
     static constexpr bool split = is_same<From, bf16> && halves && !K::pairs;  // a word is two units
 #else
     static constexpr bool halves = false, split = false;
 #endif
-    static constexpr int WORDS = halves ? 8 : W;             // at a time
+    static constexpr int WORDS = halves ? W / 2 : W;         // at a time
     static constexpr int UNITS = split ? 2 * WORDS : WORDS;  // that they become
     static constexpr int UNITS_OF_WORD = UNITS / WORDS;
 
@@ -101,6 +102,28 @@ struct KeyRows {
             x[i] = (X)_mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
             x[i + 4] = (X)_mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
         }
+    }
+#elif defined(__AVX2__)
+    // Four words of one row and four of another.
+    static REGARD_INLINE __m256 of_two(const char *one, const char *other, int64_t u) {
+        const int64_t at = u * int64_t(sizeof(From));
+        if constexpr (is_same<From, f16>) {
+            const __m128i first = _mm_loadl_epi64((const __m128i *)(one + at));
+            return _mm256_cvtph_ps(_mm_unpacklo_epi64(first, _mm_loadl_epi64((const __m128i *)(other + at))));
+        } else {
+            const __m256 first = _mm256_castps128_ps256(_mm_loadu_ps((const float *)(one + at)));
+            return _mm256_insertf128_ps(first, _mm_loadu_ps((const float *)(other + at)), 1);
+        }
+    }
+
+    template <typename Rows>
+    static REGARD_INLINE void turn_halves(const Rows &row, int64_t u, X (&x)[WORDS]) {
+        __m256 two[4], words[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) two[i] = of_two(row[i], row[i + 4], u);
+        words_of_four(two, words);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) x[i] = (X)words[i];
     }
 #else
     template <typename Rows>

@@ -75,22 +75,23 @@ struct DecodeScores {
 #endif
     }
 
-    // Scores of a span whose keys lie one after another: [8][rows that it makes][128]. How many those are.
-    int make_span(const char *keys, int rows, Lines &lines) {
+    // Scores of the keys of whole blocks, which lie one after another: [blocks][rows that it makes][128]. How many
+    // those are.
+    int make_blocks(const char *keys, int tokens, int rows, Lines &lines) {
 #if defined(REGARD_TILES)
-        if constexpr (K::tiled) return tiled_span(keys, rows, lines), rows;
+        if constexpr (K::tiled) return tiled_blocks(keys, tokens, rows, lines), rows;
 #endif
         [[maybe_unused]] const typename P::Mode mode{};
-        if (rows > 2) return set_after_set<4>(keys, lines), 4;
-        if (rows > 1) return set_after_set<2>(keys, lines), 2;
-        return set_after_set<1>(keys, lines), 1;
+        if (rows > 2) return set_after_set<4>(keys, tokens, lines), 4;
+        if (rows > 1) return set_after_set<2>(keys, tokens, lines), 2;
+        return set_after_set<1>(keys, tokens, lines), 1;
     }
 
   private:
     // Groups of keys: sums enough for the latency of a product. Where a transposed word is a vector of two rows,
     // shuffles take as long as one sum after another, but for pairs of bf16, whose product takes 6 cycles (Zen 4).
     static constexpr int together(int rows) {
-        if (KeyRows<K, S>::halves) return K::pairs && rows > 1 && rows < 8 ? 2 : 1;
+        if (KeyRows<K, S>::halves && W == 16) return K::pairs && rows > 1 && rows < 8 ? 2 : 1;
         return rows < 8 ? 2 : 1;
     }
     // Words between which lines are asked for: up to four at once are as good as one, and take fewer branches.
@@ -148,11 +149,11 @@ struct DecodeScores {
         return {to, bytes};
     }
 
-    void tiled_span(const char *at, int rows, Lines &lines) {
+    void tiled_blocks(const char *at, int tokens, int rows, Lines &lines) {
         const int64_t step = dim * int64_t(sizeof(S));
-        lines.share(SPAN / SIDE * units / SIDE);
+        lines.share(tokens / SIDE * units / SIDE);
         const char *row[SIDE];
-        for (int j = 0; j < SPAN; j += SIDE) {
+        for (int j = 0; j < tokens; j += SIDE) {
             for (int i = 0; i < SIDE; ++i) row[i] = at + (j + i) * step;
             const SixteenRows keys = sixteen(row, 0);
             tiled_scores<1>(&keys, rows, lines,
@@ -186,15 +187,15 @@ struct DecodeScores {
     }
 
     template <int R>
-    void set_after_set(const char *at, Lines &lines) {
+    void set_after_set(const char *at, int tokens, Lines &lines) {
         constexpr int G = together(R), MANY = G * W;
         const int64_t step = dim * int64_t(sizeof(S));
         const char *row[MANY];
         for (int i = 0; i < MANY; ++i) row[i] = at + i * step;
         KeyGroup keys[G];
         for (int g = 0; g < G; ++g) keys[g] = {K::form, false, 0, 0, W, row + g * W, nullptr, nullptr, nullptr};
-        lines.share(SPAN / MANY * (KeyRows<K, S>::words(dim) / words_of_ask(G)));
-        for (int j = 0; j < SPAN; j += MANY) {
+        lines.share(tokens / MANY * (KeyRows<K, S>::words(dim) / words_of_ask(G)));
+        for (int j = 0; j < tokens; j += MANY) {
             for (int g = 0; g < G; ++g) keys[g].at = j / int(BLOCK) * R * int(BLOCK) + j % int(BLOCK) + g * W;
             set<R, G, S>(keys, 0, lines);
             for (int i = 0; i < MANY; ++i) row[i] += MANY * step;

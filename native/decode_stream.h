@@ -1,6 +1,6 @@
-// Whole spans for up to four rows (on AMX up to 16), where keys and values are contiguous or, on AMD's cores, in pages
-// of whole sixteens: all keys, then block after block of values, at the speed at which memory is read. For vectors of
-// 16 words (AVX-512).
+// Blocks of a span that are seen whole, for up to four rows (on AMX up to 16), where keys and values are contiguous or,
+// on AMD's cores, in pages of whole sixteens: all keys, then block after block of values, at the speed at which memory
+// is read. For vectors of 16 words (AVX-512) or 8 (AVX2).
 //
 // What decides is which lines are on their way (stream_asks.h). 16 keys at a time are transposed in registers
 // (stream_keys.h), and for each vector of words one line further on is prefetched: so some 20 lines are on their way
@@ -8,7 +8,8 @@
 // there are more prefetches than that, the core drops some of them, and the loop takes twice as long. Values are read
 // in the order of memory (stream_values.h), all dims of a token at once, which the hardware prefetcher follows; for
 // that the 32 sums of four rows of 128 dims take all registers. From memory both loops take as long as reads alone, and
-// from the second cache they are 1.2 to 3 times as fast.
+// from the second cache they are 1.2 to 3 times as fast. AVX2 has 16 registers: there 16 keys are two vectors, and
+// values are added 16 dims at a time.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (stream_tiles.h).
 #pragma once
@@ -28,28 +29,29 @@ struct DecodeStream {
     using P = typename K::Product;
     using Unit = typename K::Unit;
     using S = typename K::Stored;
-    static constexpr int W = K::W, EACH = Sixteens::EACH;  // where spans are streamed these are equal
-    static constexpr bool known = KeyRows<K, S>::halves && (K::pairs || K::chained || is_same<S, float>);
+    static constexpr int W = K::W, EACH = Sixteens::EACH;
+    static constexpr bool known = KeyRows<K, S>::halves && (K::pairs || K::chained || is_same<S, float> || W == 8);
     static constexpr int AT_MOST = K::tiled ? FEW : 4;  // rows
     // What `ask` reads of a block's end on is known: rows of 64 dims at least.
-    static_assert((AT_MOST - 1) * StreamAsks<K>::OF_ROW < BLOCK * 4 * W * int64_t(sizeof(S)) || !known);
+    static_assert((AT_MOST - 1) * StreamAsks<K>::OF_ROW < BLOCK * 64 * int64_t(sizeof(S)) || !known);
 
     const int64_t key_dim, units, v_dim, width;
     const StreamAsks<K> asks;
 
     // Whether tokens may be in pages of whole sixteens.
-    static bool reads_pages() { return known && caches().streams.pages; }
+    static bool reads_pages() { return known && streams().pages; }
 
     // In tiles as many rows as there are; else up to four, whose values can be read in the order of memory. One or two
     // rows in pairs of bf16 take 1.02 to 1.04 times as long as by DecodeScores and DecodeValues on Intel, on AMD's
     // cores 0.73 to 1.0.
     static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
-        if (K::tiled) return key_dim % 32 == 0 && (v_dim == 4 * W || v_dim == 8 * W);
-        const bool few = K::pairs ? caches().streams.few_pairs : caches().streams.few;
-        return known && rows <= 4 && (rows > 2 || few) && (v_dim == 4 * W || v_dim == 8 * W);
+        if (v_dim != 64 && v_dim != 128) return false;
+        if (K::tiled) return key_dim % 32 == 0;
+        const bool few = K::pairs ? streams().few_pairs : streams().few;
+        return known && rows <= 4 && (rows > 2 || few);
     }
 
-    // Scores of the span's keys, [8][rows][128]. queries: [rows][units], for chains [units][rows], for tiles
+    // Scores of the blocks' keys, [blocks][rows][128]. queries: [rows][units], for chains [units][rows], for tiles
     // [units][16]. Behind `keys` is what is read next.
     void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
 #if defined(REGARD_TILES)
@@ -72,7 +74,7 @@ struct DecodeStream {
                 [&](auto way) { tiles().template add<decltype(way)>(values.at + first / EACH, weights, out, to); });
         }
 #endif
-        const bool turns = asks.how == Asks::all && first + BLOCK == SPAN;  // to what is read next
+        const bool turns = asks.how == Asks::all && first + BLOCK == values.tokens();  // to what is read next
         // tokens that one address serves
         const int each = !values.in_one ? EACH : int(BLOCK) - (turns ? asks.of_values.sixteens * EACH : 0);
         [[maybe_unused]] const typename P::Mode mode{};

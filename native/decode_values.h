@@ -295,7 +295,7 @@ struct DecodeValues {
     }
 
     // Whether bf16 are widened as even and odd dims apart.
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     template <int N, bool tail, typename Form>
     static constexpr bool in_halves = is_same<Form, bf16> && !K::pairs && sizeof(T) == 4 && N % 2 == 0 && !tail;
     template <int N>

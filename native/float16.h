@@ -110,7 +110,7 @@ REGARD_INLINE F load_wide(const bf16 *p) {
 #endif
 }
 #if defined(__AVX512F__)
-// Of 32 elements the even ones, and the odd ones: half the instructions of two vectors in order.
+// Of two vectors' elements the even ones, and the odd ones: half the instructions of two vectors in order.
 REGARD_INLINE void load_halves(const bf16 *p, F &even, F &odd) {
     const __m512i both = _mm512_loadu_si512(p);
     even = (F)_mm512_slli_epi32(both, 16);
@@ -128,6 +128,24 @@ REGARD_INLINE void join_halves(F &even, F &odd) {
     const F x = _mm512_permutex2var_ps(even, low, odd);
     odd = _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd);
     even = x;
+}
+#elif defined(__AVX2__)
+REGARD_INLINE void load_halves(const bf16 *p, F &even, F &odd) {
+    const __m256i both = _mm256_loadu_si256((const __m256i *)p);
+    even = (F)_mm256_slli_epi32(both, 16);
+    odd = (F)_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000)));
+}
+REGARD_INLINE void part_halves(F &first, F &second) {
+    const __m256 low = _mm256_permute2f128_ps((__m256)first, (__m256)second, 0x20);
+    const __m256 high = _mm256_permute2f128_ps((__m256)first, (__m256)second, 0x31);
+    first = (F)_mm256_shuffle_ps(low, high, 0x88);
+    second = (F)_mm256_shuffle_ps(low, high, 0xdd);
+}
+REGARD_INLINE void join_halves(F &even, F &odd) {
+    const __m256 low = _mm256_unpacklo_ps((__m256)even, (__m256)odd);
+    const __m256 high = _mm256_unpackhi_ps((__m256)even, (__m256)odd);
+    even = (F)_mm256_permute2f128_ps(low, high, 0x20);
+    odd = (F)_mm256_permute2f128_ps(low, high, 0x31);
 }
 #endif
 REGARD_INLINE F load_wide(const f16 *p) {

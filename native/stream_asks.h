@@ -1,4 +1,4 @@
-// Which lines of memory the loops over whole spans (decode_stream.h) ask for, that is prefetch.
+// Which lines of memory the loops over whole blocks (decode_stream.h) ask for, that is prefetch.
 //
 // It follows the machine (`Streams` of caches.h). On Zen 4 the line 8 KiB behind each one of keys of float32 is asked
 // for into the first cache. On Zen 5 values are asked for like keys, 8 KiB ahead, from the end of a span's values on
@@ -6,7 +6,9 @@
 // On Zen 4 in pairs of bf16 and in pages that are apart, which the hardware prefetcher cannot follow, keys and values
 // are asked for into the second cache, 16 KiB ahead, and the next 16 keys into the first. On Intel's cores with 2 MiB
 // keys and values are asked for a block of 128 tokens ahead, a line of each quarter of it in turns, and the next 16
-// keys into the first cache: so while one page is looked up, lines of three others are on their way.
+// keys into the first cache: so while one page is looked up, lines of three others are on their way. With vectors of
+// 256 bits (AVX2) this is so everywhere, and in pages that are apart as on Zen 4: values are added 16 dims at a time,
+// and the hardware prefetcher cannot follow such lines (keys alone were 1.8 times as slow there on Zen 4).
 #pragma once
 
 #include "caches.h"
@@ -16,6 +18,13 @@ namespace regard {
 namespace REGARD_ISA {
 
 constexpr int PLACES = 4;  // from which lines are asked for in turns
+
+// What is streamed, and how, with vectors of this size.
+inline Streams streams() {
+    Streams found = caches().streams;
+    if (VECTOR_BYTES == 32) found.floats = Asks::places, found.apart = Asks::far, found.few = true;
+    return found;
+}
 
 // How many rows, where that is known, and how lines are asked for.
 template <int R, Asks how>
@@ -53,7 +62,7 @@ struct StreamAsks {
 
     const int64_t key_dim, v_dim;
     const bool in_one;  // whether keys and values of the span are contiguous
-    const Asks how = in_one ? of_type() : caches().streams.apart;
+    const Asks how = in_one ? of_type() : streams().apart;
     // How far ahead lines are asked for: in times 16 tokens, and bytes besides.
     struct Distance {
         int sixteens;
@@ -74,7 +83,7 @@ struct StreamAsks {
         if (how == Asks::all) return ask_all(values, first / EACH, AHEAD + r * OF_ROW, OF_ROW);
         if (!has_next || r || how == Asks::places) return;
         const int64_t share = (how == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
-        ask_all(values, Sixteens::COUNT, first / BLOCK * share, share);
+        ask_all(values, values.count, first / BLOCK * share, share);
     }
 
     // What sixteen n of a block asks for; at: the block's, then those behind it. Where nothing is known of these, lines
@@ -106,7 +115,7 @@ struct StreamAsks {
     }
 
   private:
-    static Asks of_type() { return K::pairs ? caches().streams.pairs : caches().streams.floats; }
+    static Asks of_type() { return K::pairs ? streams().pairs : streams().floats; }
 
     // Whole sixteens where these are apart: behind one is what nobody reads.
     Distance distance(int64_t dim) const {

@@ -1,5 +1,5 @@
 // Scores of a span's keys, 16 keys at a time, which are transposed in registers, for up to four rows; of bf16 on AMX by
-// chains (chains.h).
+// chains (chains.h). On AVX2 they are two vectors, whose sums hide the latency of a product.
 #pragma once
 
 #include "decode_keys.h"
@@ -20,6 +20,14 @@ struct Steps {
     REGARD_INLINE const char *operator[](int i) const { return fourth[i / 4] + i % 4 * step; }
 };
 
+// Those from `first` on.
+struct StepsFrom {
+    const Steps &all;
+    int first;
+
+    REGARD_INLINE const char *operator[](int i) const { return all[first + i]; }
+};
+
 template <typename K>
 struct StreamKeys {
     using T = typename K::Wide;
@@ -29,6 +37,7 @@ struct StreamKeys {
     using S = typename K::Stored;
     using Turned = KeyRows<K, S>;
     static constexpr int W = K::W, EACH = Sixteens::EACH, OF_BLOCK = StreamAsks<K>::OF_BLOCK;
+    static constexpr int G = EACH / W > 0 ? EACH / W : 1;  // vectors of keys
 
     const StreamAsks<K> &asks;
     const int64_t key_dim, units;
@@ -38,51 +47,58 @@ struct StreamKeys {
     __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, T *scores) const {
         constexpr int R = By::rows;
         const int64_t step = key_dim * int64_t(sizeof(S));
-        const int turn = keys.in_one ? SPAN - asks.of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
+        const int count = keys.tokens();
+        const int turn =
+            keys.in_one ? count - asks.of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
         [[maybe_unused]] const int next = asks.of_keys.sixteens > 0;
         const char *row = keys.at[0];
         Later<By> later = asks.template later_of<By>(keys.at, 0, asks.of_keys, keys.bytes);
-        for (int j = 0; j < SPAN; j += W, row += W * step, later.at += W * step) {
+        for (int j = 0; j < count; j += EACH, row += EACH * step, later.at += EACH * step) {
             if (!keys.in_one) row = keys.at[j / EACH];
             if (By::places || j >= turn)
                 later = asks.template later_of<By>(keys.at + j / BLOCK * OF_BLOCK, j % BLOCK / EACH, asks.of_keys,
                                                    keys.bytes);
-            V sum[R][1] = {};
+            V sum[R][G] = {};
             const char *const near = keys.at[j / EACH + next];
             if constexpr (K::chained) meet_chains<By>(Steps(row, step), later, near, queries, sum);
             else meet<By>(Steps(row, step), later, near, queries, sum);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r][0]);
+            for (int r = 0; r < R; ++r)
+                for (int g = 0; g < G; ++g) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK + g * W, sum[r][g]);
         }
     }
 
-    // Sums of R rows with W keys. Where lines are asked for into the second cache, those of the `next` keys are into
+    // Sums of R rows with 16 keys. Where lines are asked for into the second cache, those of the `next` keys are into
     // the first.
     template <typename By, int R>
     REGARD_INLINE void meet(const Steps &rows, Later<By> later, const char *next, const Unit *queries,
-                            V (&sum)[R][1]) const {
+                            V (&sum)[R][G]) const {
         const Unit *q = queries;
         int64_t u = 0;
         for (; (u + Turned::UNITS) * P::pair <= key_dim; u += Turned::UNITS) {
-            typename P::Vector word[Turned::WORDS];
-            Turned::turn(rows, u, word);
+            typename P::Vector word[G][Turned::WORDS];
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) Turned::turn(StepsFrom{rows, g * W}, u, word[g]);
 #pragma GCC unroll 8
-            for (int n = 0; n < Turned::WORDS; ++n, ++q, next += Lines::LINE) {
+            for (int n = 0; n < Turned::WORDS; ++n, next += Lines::LINE) {
                 later.ask(n);
                 if (By::far) __builtin_prefetch(next);
-                meet_one(word[n], q, units, sum);
+#pragma GCC unroll 2
+                for (int i = 0; i < Turned::UNITS_OF_WORD; ++i, ++q)
+                    meet_one([&](int g) { return Turned::unit(word[g][n], i); }, q, units, sum);
             }
             later.pass(Turned::WORDS);
         }
-        for (; u < units; ++u, ++q) meet_one(Turned::single(rows, key_dim, u), q, units, sum);
+        for (; u < units; ++u, ++q)
+            meet_one([&](int g) { return Turned::single(StepsFrom{rows, g * W}, key_dim, u); }, q, units, sum);
     }
 
     // The same by chains: a word is an even unit and an odd one. queries: [units][R].
     template <typename By, int R>
     REGARD_INLINE void meet_chains(const Steps &rows, Later<By> later, const char *next, const Unit *queries,
-                                   V (&sum)[R][1]) const {
+                                   V (&sum)[R][G]) const {
         const Unit *q = queries;
-        V chain[2][R][1] = {};
+        V chain[2][R][G] = {};
         int64_t u = 0;
         for (; u + Turned::UNITS <= key_dim; u += Turned::UNITS) {
             typename P::Vector word[Turned::WORDS];
@@ -91,24 +107,25 @@ struct StreamKeys {
             for (int n = 0; n < Turned::WORDS; ++n, q += 2 * R, next += Lines::LINE) {
                 later.ask(n);
                 if (By::far) __builtin_prefetch(next);
-                meet_one(Turned::unit(word[n], 0), q, 1, chain[0]);
-                meet_one(Turned::unit(word[n], 1), q + R, 1, chain[1]);
+                meet_one([&](int) { return Turned::unit(word[n], 0); }, q, 1, chain[0]);
+                meet_one([&](int) { return Turned::unit(word[n], 1); }, q + R, 1, chain[1]);
             }
             later.pass(Turned::WORDS);
             if ((u + Turned::UNITS) % CHAINED == 0) end_chains(chain, sum);
         }
         for (; u < units; ++u, q += R)
-            if (u % 2) meet_one(Turned::single(rows, key_dim, u), q, 1, chain[1]);
-            else meet_one(Turned::single(rows, key_dim, u), q, 1, chain[0]);
+            if (u % 2) meet_one([&](int) { return Turned::single(rows, key_dim, u); }, q, 1, chain[1]);
+            else meet_one([&](int) { return Turned::single(rows, key_dim, u); }, q, 1, chain[0]);
         end_chains(chain, sum);
     }
 
-    // Unit x of W keys meets that of R queries, which are `apart` units apart.
-    template <int R>
-    REGARD_INLINE void meet_one(typename P::Vector x, const Unit *q, int64_t apart, V (&sum)[R][1]) const {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-            sum[r][0] = P::madd(x, P::repeat(reinterpret_cast<const char *>(q + r * apart)), sum[r][0]);
+    // A unit of 16 keys, of(g) of vector g, meets that of R queries, which are `apart` units apart.
+    template <typename Of, int R>
+    REGARD_INLINE void meet_one(Of of, const Unit *q, int64_t apart, V (&sum)[R][G]) const {
+        typename P::Vector x[G];
+#pragma GCC unroll 2
+        for (int g = 0; g < G; ++g) x[g] = of(g);
+        meet_rows<P>(x, reinterpret_cast<const char *>(q), apart * int64_t(sizeof(Unit)), sum);
     }
 };
 

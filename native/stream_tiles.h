@@ -23,7 +23,7 @@ struct StreamTiles {
     __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
         const int64_t step = key_dim * int64_t(sizeof(S));
         alignas(64) float sums[2 * SIDE * SIDE];
-        for (int j = 0; j < SPAN; j += 2 * EACH) {
+        for (int j = 0; j < keys.tokens(); j += 2 * EACH) {
             const char *const *const at = keys.at + j / EACH;
             const SixteenRows both[2] = {{at[0], step}, {at[1], step}};
             const int n = j % BLOCK / EACH;

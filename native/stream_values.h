@@ -26,8 +26,12 @@ struct StreamValues {
 #if defined(REGARD_TILES)
         if constexpr (K::chained) return add_chains<By, 8 / (By::rows == 3 ? 4 : By::rows)>(values, weights, out);
 #endif
-        if (v_dim == 8 * W) add_dims<By, 8>(values, each, weights, out);
-        else add_dims<By, 4>(values, each, weights, out);
+        if constexpr (W == 16) {
+            if (v_dim == 8 * W) add_dims<By, 8>(values, each, weights, out);
+            else add_dims<By, 4>(values, each, weights, out);
+        } else {
+            add_some<By, 8 / (By::rows == 3 ? 4 : By::rows)>(values, weights, out);
+        }
     }
 
 #if defined(REGARD_TILES)
@@ -90,6 +94,80 @@ struct StreamValues {
             }
     }
 #endif
+
+    // 32 tokens by N vectors of dims at a time, so that sums stay in 8 registers.
+    template <typename By, int N>
+    __attribute__((noinline)) void add_some(const char *const *values, const Unit *weights, T *out) const {
+        constexpr int R = By::rows;
+        for (int j = 0; j < BLOCK; j += 2 * EACH)
+            for (int64_t d = 0; d < v_dim; d += N * W) {
+                V sum[R][N];
+                T *const to = out + d;
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n) sum[r][n] = load(to + r * width + n * W);
+                if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
+                for (int half = 0; half < 2; ++half)
+                    add_tokens<By>(values, j / EACH + half, d, weights + j + half * EACH, sum);
+                if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n) store(to + r * width + n * W, sum[r][n]);
+            }
+    }
+
+    // Tokens of sixteen `number`; lines are asked for in the order of memory, as many as N vectors of all tokens have.
+    template <typename By, int R, int N>
+    REGARD_INLINE void add_tokens(const char *const *values, int number, int64_t d, const Unit *weights,
+                                  V (&sum)[R][N]) const {
+        constexpr int BYTES = N * W * int(sizeof(S));  // of a token: a line, or half of one, or several
+        const int64_t step = v_dim * int64_t(sizeof(S)), before = d * EACH * int64_t(sizeof(S));
+        const char *row = values[number] + d * int64_t(sizeof(S));
+        const char *next = values[number + (asks.of_values.sixteens > 0)] + before;
+        Later<By> later = asks.template later_of<By>(values, number, asks.of_values, EACH * step);
+        later.pass(before / Lines::LINE);
+        constexpr int LINES = By::places ? PLACES : 1;                                       // asked for between passes
+        constexpr int TURN = LINES * Lines::LINE > BYTES ? LINES * Lines::LINE / BYTES : 1;  // tokens
+        for (int i = 0; i < EACH; i += TURN, weights += TURN, later.pass(TURN * BYTES / Lines::LINE))
+#pragma GCC unroll 8
+            for (int t = 0; t < TURN; ++t, row += step) {
+#pragma GCC unroll 4
+                for (int line = t * BYTES / Lines::LINE; line < (t + 1) * BYTES / Lines::LINE; ++line) {
+                    if constexpr (By::values) later.ask(line);
+                    if (By::far) __builtin_prefetch(next);
+                    next += Lines::LINE;
+                }
+                V value[N];
+                take_some(reinterpret_cast<const S *>(row), value);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const V w = broadcast(weights[r * BLOCK + t]);
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n) sum[r][n] = fma(value[n], w, sum[r][n]);
+                }
+            }
+    }
+
+    // Whether values are widened as even and odd dims apart.
+    static constexpr bool in_halves = is_same<S, bf16> && W == 8;
+
+    template <int N>
+    static REGARD_INLINE void take_some(const S *row, V (&value)[N]) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n += 1 + in_halves)
+            if constexpr (in_halves) load_halves(row + n * W, value[n], value[n + 1]);
+            else value[n] = load_wide(row + n * W);
+    }
+
+    template <int R, int N, typename Work>
+    static REGARD_INLINE void each_two(V (&sum)[R][N], Work work) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n += 2) work(sum[r][n], sum[r][n + 1]);
+    }
 
     template <typename By, int N>
     __attribute__((noinline)) void add_dims(const char *const *values, int each, const Unit *weights, T *out) const {

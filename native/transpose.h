@@ -43,6 +43,19 @@ REGARD_INLINE void transpose_16(__m512i *x) {
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Of four vectors: words n of all in x[n], in each half.
+REGARD_INLINE void words_of_four(const __m256 *x, __m256 *b) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const __m256 one = i ? _mm256_unpackhi_ps(x[0], x[1]) : _mm256_unpacklo_ps(x[0], x[1]);
+        const __m256 other = i ? _mm256_unpackhi_ps(x[2], x[3]) : _mm256_unpacklo_ps(x[2], x[3]);
+        b[2 * i] = (__m256)_mm256_unpacklo_pd((__m256d)one, (__m256d)other);
+        b[2 * i + 1] = (__m256)_mm256_unpackhi_pd((__m256d)one, (__m256d)other);
+    }
+}
+#endif
+
 // In place: `block[i]` holds row i; afterwards lane i of `block[j]` is what lane j of `block[i]` was. T has 4 or 8
 // bytes.
 template <typename T>

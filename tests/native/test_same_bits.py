@@ -119,7 +119,7 @@ def test_few_rows_of_many_dims_have_the_bits_of_many_rows(engine: str, dtype: to
 @pytest.mark.parametrize(("dim", "wide"), [(64, 128), (128, 64), (33, 17), (80, 40)])
 @pytest.mark.parametrize("kind", ["normal", "rising", "tiny", "wild"])
 def test_few_rows_have_the_bits_of_a_prompt(engine: str, dtype: torch.dtype, rows: int, dim: int, wide: int, kind: str):
-    """Each number of rows has loops of its own; whole spans, their rest, and a window's blocks are read differently."""
+    """Each number of rows has loops of its own; blocks that are seen whole, one after another, and all others too."""
     keys = 2 * 1024 + 70
     q, k = 2 * torch.randn(1, rows, 65, dim).to(dtype), torch.randn(1, 1, keys, dim).to(dtype)
     v = torch.randn(1, 1, keys, wide).to(dtype)
@@ -129,7 +129,10 @@ def test_few_rows_have_the_bits_of_a_prompt(engine: str, dtype: torch.dtype, row
         v = v * torch.finfo(dtype).tiny  # some below the normal numbers, which AMX takes as 0
     if kind == "wild":
         k[..., 5, 7], v[..., 6, 3], v[..., -1, :2] = -torch.inf, torch.nan, torch.inf
-    for mask in (Causal(), Causal() & Window(70)):
+    keep = torch.ones(1, 1, 1, keys, dtype=torch.bool)
+    for hidden in (slice(300), slice(700, 705), slice(1408, 1536)):  # blocks are seen whole from 384, 768 and 1,536 on
+        keep[..., hidden] = False
+    for mask in (Causal(), Causal() & Window(70), Causal() & Window(1500), Causal() & TensorMask(keep)):
         whole = attend_state(q, k, v, mask=mask, backend=engine)
         few = attend_state(q[:, :, -1:], k, v, mask=mask, backend=engine)
         assert torch.equal(few.out.nan_to_num(3.0), whole.out[:, :, -1:].nan_to_num(3.0))
