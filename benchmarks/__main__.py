@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import cases, command, performance_pages, report
-from benchmarks.instruction_set import LIMITS, limit
+from benchmarks.instruction_set import LIMITS, is_older, limit
 from benchmarks.machine_kind import limited_kind
 from benchmarks.memory import extra_bytes
 from benchmarks.picture import draw
@@ -121,8 +121,9 @@ def write_pages(folder: Path, lines: list[Line], kind: str) -> None:
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     types = [TYPES[args.dtype]] if args.dtype else list(TYPES.values())
+    limited = args.isa or is_older()
     for section in (*cases.SECTIONS, cases.MEMORY):
-        for row in map(cases.Row.limited, section.rows) if args.isa else section.rows:
+        for row in map(cases.Row.limited, section.rows) if limited else section.rows:
             own = (Job(section.title, row, dtype) for dtype in types if dtype in row.dtypes)
             yield from (job for job in own if (args.cases or "").lower() in job.name.lower())
 

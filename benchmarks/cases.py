@@ -64,7 +64,7 @@ class Row:
         return self.case.name
 
     def limited(self) -> "Row":
-        """The row where torch is limited to older instructions as regard is: to be ahead of it is the goal there."""
+        """The row where both have older instructions than AVX-512: to be ahead of torch is the goal there."""
         goals = {
             dtype: goal if goal.ratio is None else replace(goal, ratio=min(goal.ratio, 1.0))
             for dtype, goal in self.goals.items()

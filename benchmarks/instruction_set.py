@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from regard import native
+
 LIMITS = {
     isa: {"ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
     for isa, aten, mkl, onednn in (
@@ -32,3 +34,9 @@ def limit(isa: str) -> None:
     if not wanted.items() <= os.environ.items():
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})  # noqa: S606 - itself
+
+
+def is_older() -> bool:
+    """Whether this machine has older instructions than AVX-512, for which the goals beside torch were set."""
+    best = native.best_isa()
+    return best is not None and not best.startswith(("avx512", "amx"))

@@ -143,6 +143,7 @@ def tiny(monkeypatch):
     section = cases.Section("Prompts", "Small ones.", rows, cases.BESIDE_LIMIT)
     monkeypatch.setattr(cases, "SECTIONS", (section,))
     monkeypatch.setattr(report, "SECTIONS", (section,))
+    monkeypatch.setattr(bench, "is_older", lambda: False)
     for module in (cases, report):
         monkeypatch.setattr(module, "MEMORY", replace(cases.MEMORY, rows=()))
 
@@ -185,6 +186,14 @@ def test_the_page_and_the_picture_are_written(tmp_path, capsys):
     assert f"(performance/{kind}.md)" in overview
     assert "[Cascade Lake](performance/cascade-lake.md): a machine" in overview
     assert "2.10x" in next(line for line in overview.splitlines() if line.startswith(f"| {CASES[0]} | fp32 |"))
+
+
+@pytest.mark.parametrize(("best", "ratio"), [("avx2", 1.0), ("neon", 1.0), ("avx512", 1e9), ("amx", 1e9), (None, 1e9)])
+def test_the_goal_of_a_machine_with_older_instructions_is_to_be_ahead(tiny, monkeypatch, best, ratio):
+    monkeypatch.setattr(instruction_set.native, "best_isa", lambda: best)
+    monkeypatch.setattr(bench, "is_older", instruction_set.is_older)
+    job = next(bench._jobs(bench._parser().parse_args([])))
+    assert job.row.goals[torch.float32].ratio == ratio
 
 
 @pytest.mark.usefixtures("tiny")
