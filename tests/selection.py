@@ -14,8 +14,8 @@ A law of hypothesis whose examples take long says how many the default run tries
     @given(case=cases())
     @examples(12, everything=50)
 
-`./test --share 2/5` is the default run and the second of five shares of the rest: of the tests that `--all` runs besides,
-long ones too (tests/long_tests.py), those whose names fall into it. All shares together have every test once.
+`./test --share 2/5` is the default run and the second of five shares of the rest: of the tests that `--all` runs
+besides, long ones too (tests/long_tests.py), those whose names fall into it. Together the shares have every test once.
 """
 
 import zlib
@@ -60,7 +60,7 @@ of_share = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test, those marked `exhaustive` as well")
-    parser.addoption("--share", type=Share.read, metavar="K/N", help="run the K-th of N shares of what --all adds, as well")
+    parser.addoption("--share", type=Share.read, metavar="K/N", help="run the K-th of N shares of the rest as well")
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped, and say why it is")
 
 

@@ -33,8 +33,9 @@ def config(source: pytest.Config.ArgsSource = pytest.Config.ArgsSource.TESTPATHS
 def test_a_part_of_the_tests_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert is_default_run(config())
     assert not is_default_run(config(pytest.Config.ArgsSource.ARGS))
-    options: list[dict[str, object]] = [{"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}, {"all": True}]
-    for each in [*options, {"share": selection.Share(1, 2)}]:
+    share = selection.Share(1, 2)
+    options: list[dict[str, object]] = [{"keyword": "mask"}, {"markexpr": "model"}, {"collectonly": True}]
+    for each in [*options, {"all": True}, {"share": share}]:
         assert not is_default_run(config(**each))
     monkeypatch.setattr(long_tests, "LISTED", tmp_path / "long_tests.txt")
     measured = long_tests._Measured()

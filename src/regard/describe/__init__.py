@@ -13,6 +13,7 @@ scores      score.py
 positions   position.py (`Rope`, `Sinusoidal`, `Learned`), rope_scaling.py, rotation.py (of pairs), position_table.py
 features    feature.py, of linear attention
 heads       heads.py
-checks      require_tensor.py, whole_number.py, number.py, traced.py; suggestions.py, not_a_spec.py (what to write instead)
+checks      require_tensor.py, whole_number.py, number.py, traced.py
+advice      suggestions.py, not_a_spec.py (what to write instead)
 ```
 """
