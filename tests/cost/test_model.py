@@ -178,6 +178,12 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         ),
         ({"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}, "^m has architectures WhisperForCausalLM"),
         ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "^m has architectures T5EncoderModel: the encoder"),
+        ({"model_type": "mt5", "architectures": ["MT5ForTokenClassification"]}, "MT5ForTokenClassification: the"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForAudioClassification"]},
+            "WhisperForAudioClassification: the encoder",
+        ),
+        ({"model_type": "bart", "architectures": ["BartDecoder"]}, "^m has architectures BartDecoder: the encoder or"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "^m has add_cross_attention: attention to an encoder of"),
         ({"model_type": "bloom", "n_embed": "x"}, "^m: hidden_size is 'x': expected a whole number.$"),
         ({"model_type": "axk1", "moe_layer_freq": 0}, "^m: moe_layer_freq is 0: expected 1 or more.$"),

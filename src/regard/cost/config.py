@@ -110,7 +110,10 @@ def _check_has_both(name: str, family: Family, config: Mapping[str, Any]) -> Non
         )
 
 
-OF_A_PART = ("EncoderModel", "EncoderOnlyModel", "ForCausalLM")
+OF_A_PART = (
+    "Encoder", "EncoderModel", "EncoderOnlyModel", "ForAudioClassification", "ForTokenClassification",
+    "Decoder", "ForCausalLM",
+)  # fmt: skip
 """Ends of the names of classes that have an encoder or a decoder alone, in families that have both."""
 
 
