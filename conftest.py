@@ -3,9 +3,10 @@
 from importlib.util import find_spec
 
 import regard  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from tests.selection import (  # the options --all and --no-skips
+from tests.selection import (  # the options --all, --share and --no-skips
     pytest_addoption,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     pytest_collection_modifyitems,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    pytest_collectstart,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     pytest_configure,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     pytest_sessionfinish,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )

@@ -11,6 +11,7 @@ import torch
 
 from regard import native
 from regard.dispatch import plan_cache
+from tests.selection import tries_all
 from tests.triton_interpreter import make_faster
 
 # A law that fails fails for everybody. To look for new failures: ./test --hypothesis-profile=search tests/laws
@@ -27,12 +28,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Warnings are errors, and where no compiler is the first call of a process would warn of that.
 if not native.available():
     os.environ.setdefault("REGARD_QUIET", "1")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """By default, laws that name no number of examples try 25 of hypothesis's 100."""
-    if not config.getoption("--all") and not config.getoption("--hypothesis-profile"):
-        hypothesis.settings.load_profile("some of the examples")
 
 
 def pytest_report_header() -> str:
@@ -60,9 +55,14 @@ def pytest_collection_finish() -> None:
     make_faster()
 
 
-def pytest_collectstart() -> None:
-    """The tensors that a file makes when it is imported do not depend on the files imported before it."""
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """The tensors that a file makes when it is imported do not depend on the files imported before it.
+
+    By default, laws that name no number of examples try 25 of hypothesis's 100.
+    """
     torch.default_generator.manual_seed(0)
+    if isinstance(collector, pytest.Module) and not collector.config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("same examples" if tries_all(collector) else "some of the examples")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from regard.atomic_write import write_whole
-from tests.selection import Share, of_share
+from tests.selection import in_share, of_share
 
 LISTED = Path(__file__).with_name("long_tests.txt")
 
@@ -55,13 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.stash.get(of_share, False):
             cases[name_of(item.nodeid)].append(item)
     stale[:] = without_a_test(kept, cases, config.rootpath)
-    share: Share | None = config.getoption("--share")
     left: list[pytest.Item] = []
     for test in kept.keys() & cases.keys():
         own = cases[test]
         stay = chosen([_values_of(item) for item in own], kept[test])
         others = (item for i, item in enumerate(own) if i not in stay and not item.get_closest_marker("representative"))
-        left += [item for item in others if not (share and share.has(item.nodeid))]
+        left += [item for item in others if not in_share(item)]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(map(id, left))

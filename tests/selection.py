@@ -16,8 +16,10 @@ A law of hypothesis whose examples take long says how many the default run tries
 
 `./test --share 2/5` is the default run and the second of five shares of the rest: of the tests that `--all` runs
 besides, long ones too (tests/long_tests.py), those whose names fall into it. Together the shares have every test once.
+The laws of a file fall into it together, by the name of the file, and then try as many examples as with `--all`.
 """
 
+import re
 import zlib
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -50,8 +52,12 @@ class Share(NamedTuple):
         return cls(number, of)
 
     def has(self, nodeid: str) -> bool:
-        """Whether a test is in it. Cases of one test are in different shares."""
-        return zlib.crc32(nodeid.encode()) % self.of == self.number - 1
+        """Whether a test, or the laws of a file, are in it, by the name. Cases of one test are in different shares.
+
+        The group of tests that pytest-xdist appends to the name of one, `a.py::test_one[2]@a.py`, does not count.
+        """
+        name = re.sub(r"@[^@\]]*$", "", nodeid)
+        return zlib.crc32(name.encode()) % self.of == self.number - 1
 
 
 of_share = pytest.StashKey[bool]()
@@ -64,17 +70,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped, and say why it is")
 
 
-_all = False  # whether this run has --all; known before a file of tests is imported
+def in_share(item: pytest.Item) -> bool:
+    """Whether a test is in the share that was asked for."""
+    share: Share | None = item.config.getoption("--share")
+    is_law = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    return share is not None and share.has(item.nodeid.split("::")[0] if is_law else item.nodeid)
+
+
+_all = False  # whether laws try all examples; known before a file of tests is imported
+
+
+def tries_all(collector: pytest.Collector) -> bool:
+    """Whether the laws of a file try all examples."""
+    share: Share | None = collector.config.getoption("--share")
+    return bool(collector.config.getoption("--all") or (share and share.has(collector.nodeid)))
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    global _all  # noqa: PLW0603
+    if isinstance(collector, pytest.Module):
+        _all = tries_all(collector)
 
 
 def examples(default: int, *, everything: int, **more: Any) -> hypothesis.settings:
-    """Settings of a law: how many random examples the default run tries, and how many `--all`."""
+    """Settings of a law: how many random examples the default run tries, and how many `--all` and the file's share."""
     return hypothesis.settings(max_examples=everything if _all else default, **more)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global _all  # noqa: PLW0603
-    _all = bool(config.getoption("--all"))
     if config.getoption("--no-skips"):
         config.option.reportchars += "s"
 
@@ -88,12 +111,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
-    share: Share | None = config.getoption("--share")
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
         out = left_out(item)
-        item.stash[of_share] = out and share is not None and share.has(item.nodeid)
+        item.stash[of_share] = out and in_share(item)
         (left if out and not item.stash[of_share] else kept).append(item)
         files[item.nodeid.split("::")[0]] |= not out
     if left:

@@ -130,6 +130,44 @@ def test_shares_add_each_test_once_to_the_default_run(monkeypatch: pytest.Monkey
     assert sum((share - default for share in shares), default) == everything
 
 
+def test_the_share_of_a_test_does_not_depend_on_its_group():
+    """`--dist loadgroup` appends it, one process does not: both repeat what failed."""
+    shares = [selection.Share(number, 97) for number in range(1, 98)]
+    for name in ("a.py::test_one", "a.py::test_one[2-x@y]", "src/a.py::a.f"):
+        for group in ("a.py", "model"):
+            assert all(share.has(name) == share.has(f"{name}@{group}") for share in shares)
+
+
+def test_laws_of_the_files_of_a_share_try_all_examples(tmp_path: Path):
+    text = """
+import pytest
+from hypothesis import given, strategies
+from tests.selection import examples
+
+@pytest.mark.parametrize("tried", [examples(3, everything=8).max_examples])
+def test_tried(tried):
+    pass
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", range(3))
+@given(strategies.none())
+def test_law(case, nothing):
+    pass
+"""
+    names = [f"test_law_in_a_share_{number}.py" for number in range(9)]
+    for name in names:
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = exhaustive")
+    seen = Passed()
+    command = ["--disable-plugin-autoload", "-p", "no:cacheprovider", "--import-mode=importlib", "--share", "1/3"]
+    assert pytest.main([*command, f"--rootdir={tmp_path}", str(tmp_path)], plugins=[selection, seen]) == 0
+    share = selection.Share(1, 3)
+    tried = [f"{name}::test_tried[{8 if share.has(name) else 3}]" for name in names]
+    laws = [f"{name}::test_law[{case}]" for name in filter(share.has, names) for case in range(3)]
+    assert Counter(seen.cases) == Counter(tried + laws)
+    assert 0 < sum(map(share.has, names)) < len(names)
+
+
 @pytest.mark.parametrize("wrong", ["0/3", "4/3", "2", "a/b"])
 def test_a_share_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]):
     assert pytest.main(["--share", wrong, "--collect-only"], plugins=[selection]) == pytest.ExitCode.USAGE_ERROR
