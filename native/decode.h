@@ -8,7 +8,8 @@
 //
 // Up to four rows (16 in tiles) go through all keys of a span before its values, as far as all rows see whole blocks,
 // and where these are contiguous (on some machines also in pages): memory is read as one stream, on AVX-512 and AVX2
-// mostly by loops of their own (decode_stream.h); not where AVX-512 widens keys of bf16. All else goes block by block.
+// mostly by loops of their own (decode_stream.h); not where keys are widened, except on AVX2 and by chains. All else
+// goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
@@ -39,7 +40,7 @@ struct Decode {
     const regard_call &c;
     const int64_t units, width;    // of a query; of an output row, whole vectors
     Unit *queries;                 // [16][units]; for tiles [units][16], for chains that are streamed [units][rows]
-    T *scores;                     // [16][128]; where spans are streamed, of their blocks [8][rows][128]
+    T *scores;                     // [16][128]; of blocks that are streamed [blocks][rows][128], at most 8
     DecodeSoftmax<K> softmax;      // of a block's scores
     Lines key_lines, value_lines;  // of the block that comes next
     char *key_rows, *value_rows;   // what DecodeScores and DecodeValues need
@@ -99,7 +100,8 @@ struct Decode {
                     const After begin{lanes, whole.block_at(whole.first)}, rest{lanes, whole.block_at(whole.end)};
                     const regard_status before = step_through(span, span.first, whole.first, &begin);
                     if (before != REGARD_DONE) return before;
-                    stream(span, whole.first, keys, values, whole.end < least(until, c.keys) ? &rest : after);
+                    const bool ends = whole.end == until || whole.end == c.keys;
+                    stream(span, whole.first, keys, values, ends ? after : &rest);
                     return step_through(span, whole.end, until, after);
                 }
             }
@@ -183,7 +185,7 @@ struct Decode {
 
     // The first ones; none if there are none, or the schedule is bad.
     Whole whole_blocks(const Span &span) const {
-        const int64_t end = least(span.first + SPAN, c.keys / BLOCK * BLOCK);
+        const int64_t until = span.first + SPAN, all = c.keys / BLOCK * BLOCK, end = until < all ? until : all;
         Walk walk(c.by_query, span.row, c.keys, span.first);
         Whole found{span.first, span.first};
         for (Block block; walk.next(end, block);) {

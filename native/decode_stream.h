@@ -9,7 +9,7 @@
 // in the order of memory (stream_values.h), all dims of a token at once, which the hardware prefetcher follows; for
 // that the 32 sums of four rows of 128 dims take all registers. From memory both loops take as long as reads alone, and
 // from the second cache they are 1.2 to 3 times as fast. AVX2 has 16 registers: there 16 keys are two vectors, and
-// values are added 16 dims at a time.
+// values are added 16 dims at a time for four rows, 64 for one.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (stream_tiles.h).
 #pragma once

@@ -1,4 +1,4 @@
-// The addresses of the tokens of a span's first blocks, one for each 16: the same for a tensor and for pages.
+// The addresses of the tokens of adjacent blocks of a span, one for each 16: the same for a tensor and for pages.
 #pragma once
 
 #include "source.h"
@@ -41,7 +41,7 @@ struct Sixteens {
         }
     }
 
-    // The addresses of up to `count` times 16 tokens from `first` on, until some are stored otherwise. How many.
+    // The addresses of up to `most` times 16 tokens from `first` on, until some are stored otherwise. How many.
     template <typename K>
     static int found(const Source<K> &of, int64_t first, int most, const char **to) {
         const int64_t each = EACH * of.dim * int64_t(sizeof(typename K::Stored));

@@ -7,8 +7,8 @@
 // are asked for into the second cache, 16 KiB ahead, and the next 16 keys into the first. On Intel's cores with 2 MiB
 // keys and values are asked for a block of 128 tokens ahead, a line of each quarter of it in turns, and the next 16
 // keys into the first cache: so while one page is looked up, lines of three others are on their way. With vectors of
-// 256 bits (AVX2) this is so everywhere, and in pages that are apart as on Zen 4: values are added 16 dims at a time,
-// and the hardware prefetcher cannot follow such lines (keys alone were 1.8 times as slow there on Zen 4).
+// 256 bits (AVX2) this is so everywhere, and in pages that are apart as on Zen 4: values are added 16 to 64 dims at a
+// time, and the hardware prefetcher cannot follow such lines (keys alone were 1.8 times as slow there on Zen 4).
 #pragma once
 
 #include "caches.h"
@@ -53,7 +53,7 @@ struct Later {
     REGARD_INLINE void pass(int64_t lines) { at += (By::places ? lines / PLACES : lines) * Lines::LINE; }
 };
 
-// Which lines are prefetched, and how far ahead, for the keys and values of a span.
+// Which lines are prefetched, and how far ahead, for the keys and values of blocks.
 template <typename K>
 struct StreamAsks {
     using S = typename K::Stored;
@@ -61,7 +61,7 @@ struct StreamAsks {
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;         // bytes
 
     const int64_t key_dim, v_dim;
-    const bool in_one;  // whether keys and values of the span are contiguous
+    const bool in_one;  // whether keys and values of the blocks are contiguous
     const Asks how = in_one ? of_type() : streams().apart;
     // How far ahead lines are asked for: in times 16 tokens, and bytes besides.
     struct Distance {

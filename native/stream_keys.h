@@ -1,5 +1,5 @@
-// Scores of a span's keys, 16 keys at a time, which are transposed in registers, for up to four rows; of bf16 on AMX by
-// chains (chains.h). On AVX2 they are two vectors, whose sums hide the latency of a product.
+// Scores of the keys of blocks, 16 keys at a time, which are transposed in registers, for up to four rows; of bf16 on
+// AMX by chains (chains.h). On AVX2 they are two vectors, whose sums hide the latency of a product.
 #pragma once
 
 #include "decode_keys.h"
@@ -42,7 +42,7 @@ struct StreamKeys {
     const StreamAsks<K> &asks;
     const int64_t key_dim, units;
 
-    // scores: [8][rows][128]; queries: [rows][units], for chains [units][rows].
+    // scores: [blocks][rows][128]; queries: [rows][units], for chains [units][rows].
     template <typename By>
     __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, T *scores) const {
         constexpr int R = By::rows;

@@ -1,4 +1,4 @@
-// Scores and sums of a span by AMX's tiles (decode_tiles.h), for up to 16 rows of bf16.
+// Scores and sums of the blocks of a span by AMX's tiles (decode_tiles.h), for up to 16 rows of bf16.
 #pragma once
 
 #include "decode_tiles.h"
@@ -18,7 +18,7 @@ struct StreamTiles {
     const StreamAsks<K> &asks;
     const int64_t key_dim, units, v_dim, width;
 
-    // scores: [8][rows][128]; queries: [units][16].
+    // scores: [blocks][rows][128]; queries: [units][16].
     template <typename By>
     __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
         const int64_t step = key_dim * int64_t(sizeof(S));
