@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -476,17 +477,24 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "why"),
+    ("sizes", "dtype", "best", "why"),
     [
-        ((1, 8, 1, 128), torch.bfloat16, None),
-        ((1, 8, 1, 16), torch.bfloat16, decide.SMALL),
-        ((1, 8, 2, 256), torch.bfloat16, None),
-        ((1, 8, 3, 100), torch.bfloat16, decide.SMALL),
-        ((1, 8, 16, 2048), torch.float32, decide.FEW_QUERIES),
-        ((1, 8, 32, 2048), torch.float32, None),
+        ((1, 8, 1, 128), torch.bfloat16, "avx2", None),
+        ((1, 8, 1, 16), torch.bfloat16, "avx2", decide.SMALL),
+        ((1, 8, 2, 256), torch.bfloat16, "avx512bf16", None),
+        ((1, 8, 3, 100), torch.bfloat16, "avx512bf16", decide.SMALL),
+        ((1, 8, 16, 2048), torch.float32, "avx2", None),
+        ((1, 8, 16, 2048), torch.float32, "amx", None),
+        ((1, 8, 16, 2048), torch.float32, "avx512", decide.FEW_QUERIES),
+        ((1, 8, 16, 2048), torch.float32, "avx512bf16", decide.FEW_QUERIES),
+        ((1, 8, 32, 2048), torch.float32, "avx512bf16", None),
     ],
 )
-def test_few_queries_are_run_where_they_are_faster(sizes: tuple[int, ...], dtype: torch.dtype, why: str | None):
+def test_few_queries_are_run_where_they_are_faster(
+    sizes: tuple[int, ...], dtype: torch.dtype, best: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    here = native.isas()
+    monkeypatch.setattr(decide, "native", SimpleNamespace(isas=lambda: (*here, best)))
     batch, heads, queries, keys = sizes
     q, k = of_size(batch, heads, queries, 64, dtype=dtype), of_size(batch, heads, keys, 64, dtype=dtype)
     before = torch.get_num_threads()

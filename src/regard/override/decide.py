@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard import native
 from regard.dispatch.onnx_form import is_exporting_to_onnx
 from regard.torch_internals import (
     FakeTensor,
@@ -37,7 +38,11 @@ Decoding with 8 heads and 128 keys is 3 times as fast here.
 _FEWEST = max(LEAST_OF_FEW)
 
 FEW = range(5, 25)
-"""Queries for which torch's kernel is the faster one in float32, by 5 to 25 %, where nothing is hidden."""
+"""Queries for which torch's kernel is the faster one in float32, by 5 to 25 %, where nothing is hidden: with AVX-512.
+
+Not with AVX2 (AMD Zen 4 without AVX-512), where regard is 0.85 to 1.8 times as fast, nearly always 1.05 and more, nor
+on an Intel Xeon with AMX, 1.0 to 1.5.
+"""
 
 FEW_WITH_GRADIENTS = 3
 """The most queries for which torch is the faster one in float32 with gradients: regard's backward pass computes whole
@@ -95,7 +100,13 @@ def _threads() -> int:
 
 def is_few(queries: int, dtype: torch.dtype) -> bool:
     """Whether torch is the faster one for this number of queries, if nothing is hidden."""
-    return dtype == torch.float32 and queries in FEW
+    return dtype == torch.float32 and queries in FEW and not _is_fast_with_few()
+
+
+@constant_in_graphs
+def _is_fast_with_few() -> bool:
+    """Whether this machine's kernels are ahead of torch's there."""
+    return native.isas()[-1:] in (("avx2",), ("amx",))
 
 
 def _is_few_learned(query: Tensor, key: Tensor) -> bool:
