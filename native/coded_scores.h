@@ -208,38 +208,49 @@ class CodedScores {
         }
     }
 #else
-    // R rows times the scales, in fixed point.
+    // R rows times the scales, in fixed point. Stores could change what `this` points to, so its members are copied.
     template <int R, bool, bool has_low>
     __attribute__((noinline)) void write(const bf16 *scale, const bf16 *low) {
-        const int64_t channels = SOME * blocks;
+        const Unit *const from = queries;
+        const int64_t of_row = units, channels = SOME * blocks, count = dim;
+        float *const to = numbers_;
         I most[4] = {};
         F added[4] = {};
-        for (int64_t d = 0; d < channels; d += W) {
-            const F by = scale ? widened(scale + d, dim - d) : broadcast(1.0f);
-            const F with = !has_low ? F{} : low ? widened(low + d, dim - d) : broadcast(1.0f);
+        const auto take = [&](int64_t d, F by, F with, auto number) {
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s) {
-                const F q = load_some(queries + s * units + d, dim - d), x = q * by;
+                const F q = number(from + s * of_row + d), x = q * by;
                 if (has_low) added[s] = fma(q, with, added[s]);
-                store(numbers_ + s * channels + d, x);
+                store(to + s * channels + d, x);
                 most[s] = larger_size(most[s], x);
             }
+        };
+        const F one = broadcast(1.0f);
+        int64_t d = 0;
+        for (; d + W <= count; d += W)
+            take(d, scale ? load_wide(scale + d) : one, low ? load_wide(low + d) : one,
+                 [](const Unit *q) { return load(q); });
+        for (; d < channels; d += W) {
+            const int64_t left = count - d;
+            take(d, scale ? widened(scale + d, left) : one, low ? widened(low + d, left) : one,
+                 [&](const Unit *q) { return load_some(q, left); });
         }
         take_sizes(most, fixed_);
         take_added(added, fixed_);  // zeros where this part has no lows, as the one before may have some
         int16_t *const words = reinterpret_cast<int16_t *>(bytes_);
-        for (int s = 0; s < R; ++s)
-            for (int64_t d = s * channels; d < (s + 1) * channels; d += 2 * W)
-                _mm256_storeu_si256((__m256i *)(words + d),
-                                    in_steps(load(numbers_ + d), load(numbers_ + d + W), broadcast(fixed_.steps[s])));
+        for (int s = 0; s < R; ++s) {
+            const F steps = broadcast(fixed_.steps[s]);
+            for (int64_t i = s * channels; i < (s + 1) * channels; i += 2 * W)
+                _mm256_storeu_si256((__m256i *)(words + i), in_steps(load(to + i), load(to + i + W), steps));
+        }
     }
 
+    // A tile of 8 tokens, or the two halves of one of 16.
     template <int R, int G, bool nibbles>
     REGARD_INLINE void multiply(const CodedTile (&tile)[G], F (&x)[R][G], Lines &lines) const {
         constexpr int at_once = nibbles ? 8 : 4;  // channels, in a line of 16 tokens
         const int16_t *q = reinterpret_cast<const int16_t *>(bytes_);
-        const uint8_t *at[G];
-        for (int g = 0; g < G; ++g) at[g] = tile[g].codes;
+        const uint8_t *at = tile[0].codes;
         I sum[R][G] = {};
         F before[R][G] = {};  // sums of earlier channels, where one of 32 bits cannot have all
         Lines::Place place = lines.place();
@@ -257,9 +268,11 @@ class CodedScores {
         if (d < dim) step<R, G, nibbles, true>(at, q, sum);
         flush(sum, before);
 #pragma GCC unroll 4
-        for (int s = 0; s < R; ++s)
+        for (int s = 0; s < R; ++s) {
+            if constexpr (nibbles && G == 2) in_order(before[s]);
 #pragma GCC unroll 2
             for (int g = 0; g < G; ++g) x[s][g] = before[s][g];
+        }
     }
 
     template <int R, int G>
@@ -272,24 +285,42 @@ class CodedScores {
 
     // Two channels, or the last one.
     template <int R, int G, bool nibbles, bool last = false>
-    REGARD_INLINE void step(const uint8_t *(&at)[G], const int16_t *q, I (&sum)[R][G]) const {
+    REGARD_INLINE void step(const uint8_t *&at, const int16_t *q, I (&sum)[R][G]) const {
         __m256i x[G];
-#pragma GCC unroll 2
-        for (int g = 0; g < G; ++g) {
-            const __m128i a = _mm_loadl_epi64((const __m128i *)at[g]);
-            if constexpr (nibbles) {
-                const __m256i both = _mm256_cvtepu8_epi32(a);
-                x[g] = _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi32(both, 12)), _mm256_set1_epi16(15));
-            } else {
-                const __m128i b = last ? _mm_setzero_si128() : _mm_loadl_epi64((const __m128i *)(at[g] + TOKENS));
-                x[g] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-            }
-            at[g] += nibbles ? TOKENS : 2 * TOKENS;
-        }
+        if constexpr (nibbles) halves(at, x);
+        else bytes<last>(at, x);
+        at += nibbles ? TOKENS : 2 * TOKENS;
 #pragma GCC unroll 4
-        for (int s = 0; s < R; ++s)
-#pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) sum[s][g] = add_products(sum[s][g], x[g], q + s * blocks * SOME);
+        for (int s = 0; s < R; ++s) add_products(sum[s], x, q + s * blocks * SOME);
+    }
+
+    // Two channels of each token as words side by side; the last one beside zeros.
+    template <bool last>
+    static REGARD_INLINE void bytes(const uint8_t *at, __m256i (&x)[1]) {
+        const __m128i a = _mm_loadl_epi64((const __m128i *)at);
+        const __m128i b = last ? _mm_setzero_si128() : _mm_loadl_epi64((const __m128i *)(at + TOKENS));
+        x[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+    }
+    template <bool last>
+    static REGARD_INLINE void bytes(const uint8_t *at, __m256i (&x)[2]) {
+        const __m128i a = _mm_loadu_si128((const __m128i *)at);
+        const __m128i b = last ? _mm_setzero_si128() : _mm_loadu_si128((const __m128i *)(at + TOKENS));
+        x[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+        x[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+    }
+    static REGARD_INLINE void halves(const uint8_t *at, __m256i (&x)[1]) {
+        const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+        x[0] = _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi32(both, 12)), _mm256_set1_epi16(15));
+    }
+    // Tokens 0 to 3 and 8 to 11, and the others.
+    static REGARD_INLINE void halves(const uint8_t *at, __m256i (&x)[2]) {
+        const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)at));
+        const __m256i low = _mm256_and_si256(both, _mm256_set1_epi16(15)), high = _mm256_srli_epi16(both, 4);
+        x[0] = _mm256_unpacklo_epi16(low, high), x[1] = _mm256_unpackhi_epi16(low, high);
+    }
+    static REGARD_INLINE void in_order(F (&x)[2]) {
+        const F first = _mm256_permute2f128_ps(x[0], x[1], 0x20);
+        x[1] = _mm256_permute2f128_ps(x[0], x[1], 0x31), x[0] = first;
     }
 #endif
 };

@@ -44,10 +44,12 @@ class CodedValues : public CodedSegment {
     // R rows of weights times the scales of a group of dims, in fixed point.
     template <int R, bool masked, bool has_low>
     __attribute__((noinline)) void write_group(int r, int64_t g, Fixed &fixed) {
+        const int groups_of_tokens = count;
+        const float *const scale = scale_ + g * BLOCK, *const low = low_ + g * BLOCK, *const w = weights + r * BLOCK;
+        float *const products = products_;
         I most[4] = {};
         F added[4] = {};
-        const float *const scale = scale_ + g * BLOCK, *const low = low_ + g * BLOCK, *const w = weights + r * BLOCK;
-        for (int i = 0; i < 2 * count; ++i) {
+        for (int i = 0; i < 2 * groups_of_tokens; ++i) {
             const F by = load(scale + i * W), with = has_low ? load(low + i * W) : F{};
             const float *const from = w + at_[i / 2] + i % 2 * W;
 #pragma GCC unroll 4
@@ -57,19 +59,19 @@ class CodedValues : public CodedSegment {
                 const F x = masked ? select(kept, p * by, F{}) : p * by;
                 if (has_low)
                     added[s] = masked ? select(kept, fma(p, with, added[s]), added[s]) : fma(p, with, added[s]);
-                store(products_ + s * BLOCK + i * W, x);
+                store(products + s * BLOCK + i * W, x);
                 most[s] = larger_size(most[s], x);
             }
         }
         take_sizes(most, fixed);
         take_added(added, fixed);
-        for (int i = 0; i < count * 16; i += 16)
+        int16_t *const to = words(r, g);
 #pragma GCC unroll 4
-            for (int s = 0; s < R; ++s) {
-                const float *const from = products_ + s * BLOCK + i;
-                _mm256_storeu_si256((__m256i *)(words(r + s, g) + i),
-                                    in_steps(load(from), load(from + W), broadcast(fixed.steps[s])));
-            }
+        for (int s = 0; s < R; ++s) {
+            const F steps = broadcast(fixed.steps[s]);
+            for (int i = s * int(BLOCK); i < s * int(BLOCK) + groups_of_tokens * 16; i += 16)
+                _mm256_storeu_si256((__m256i *)(to + i), in_steps(load(products + i), load(products + i + W), steps));
+        }
     }
 
     // ---- products --------------------------------------------------------------------------------------------------
@@ -133,9 +135,7 @@ class CodedValues : public CodedSegment {
                 __m256i x[N];
                 codes(j + i, x);
 #pragma GCC unroll 4
-                for (int s = 0; s < R; ++s)
-#pragma GCC unroll 2
-                    for (int n = 0; n < N; ++n) sum[s][n] = add_products(sum[s][n], x[n], w + s * BLOCK);
+                for (int s = 0; s < R; ++s) add_products(sum[s], x, w + s * BLOCK);
             }
         }
         lines.back(place);

@@ -64,13 +64,16 @@ struct DecodeSoftmax {
     // Row r of such a block.
     void weigh_plain(int r, const Sums &into) {
         constexpr int of_block = int(BLOCK) / W;
-        T *s = scores + r * BLOCK;
-        V most[2] = {broadcast(NEVER), broadcast(NEVER)};
-#pragma GCC unroll 8
-        for (int j = 0; j < of_block; ++j) most[j % 2] = larger(load(s + j * W), most[j % 2]);
-        const V shift = shift_of(r, largest(larger(most[0], most[1])), into);
+        T *const s = scores + r * BLOCK;
+        V first = broadcast(NEVER), second = first;
+#pragma GCC unroll 16
+        for (int j = 0; j < of_block; j += 2) {
+            first = larger(load(s + j * W), first);
+            second = larger(load(s + (j + 1) * W), second);
+        }
+        const V shift = shift_of(r, largest(larger(first, second)), into);
         V tree[of_block];
-#pragma GCC unroll 8
+#pragma GCC unroll 32
         for (int j = 0; j < of_block; ++j) tree[j] = weights_of(load(s + j * W), r, j * W, shift);
         into.total[r] = add_sums<of_block>(tree, of_block, into.total[r]);
     }

@@ -215,11 +215,23 @@ REGARD_INLINE __m256i in_steps(F first, F second, F steps) {
     return _mm256_permute4x64_epi64(words, 0xd8);
 }
 
-// Sums with products of codes and a pair of steps added.
-REGARD_INLINE I add_products(I sums, __m256i codes, const int16_t *steps) {
+// The products of codes with a pair of steps added to sums. Row after row: GCC would broadcast the pairs of all rows at
+// once, and then lack registers for the sums.
+REGARD_INLINE __m256i broadcast_steps(const int16_t *steps) {
     int32_t pair;
     memcpy(&pair, steps, 4);
-    return sums + (I)_mm256_madd_epi16(codes, _mm256_set1_epi32(pair));
+    __m256i pairs = _mm256_set1_epi32(pair);
+    asm volatile("" : "+x"(pairs));
+    return pairs;
+}
+REGARD_INLINE void add_products(I (&sums)[1], const __m256i (&codes)[1], const int16_t *steps) {
+    sums[0] += (I)_mm256_madd_epi16(codes[0], broadcast_steps(steps));
+}
+REGARD_INLINE void add_products(I (&sums)[2], const __m256i (&codes)[2], const int16_t *steps) {
+    const __m256i pairs = broadcast_steps(steps);
+    I first = sums[0] + (I)_mm256_madd_epi16(codes[0], pairs), second = sums[1] + (I)_mm256_madd_epi16(codes[1], pairs);
+    asm volatile("" : "+x"(first), "+x"(second));
+    sums[0] = first, sums[1] = second;
 }
 #endif
 

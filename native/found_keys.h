@@ -74,10 +74,12 @@ struct FoundKeys {
     }
 
     // Whether two tiles that are multiplied as they are, i and the next, have the same scales, or scales of tokens.
+    // Tiles of 8 tokens besides are the halves of one of 16.
     bool is_pair(int i) const {
         const KeyGroup &one = groups[i], &next = groups[i + 1];
         return i + 1 < count && one.form == next.form && one.per_token == next.per_token &&
-               (one.per_token ? !one.low == !next.low : one.scale == next.scale);
+               (one.per_token ? !one.low == !next.low : one.scale == next.scale) &&
+               (K::W == TOKENS || next.codes == one.codes + K::W);
     }
 
   private:
