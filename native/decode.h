@@ -6,10 +6,10 @@
 // 32: chains.h, decode_tiles.h), weights in trees of 16, running sums rescaled at blocks and restarted at spans. Spans
 // are what threads share: the split depends on positions alone.
 //
-// Up to four rows (16 in tiles) go through all keys of a span before its values, as far as all rows see whole blocks,
-// and where these are contiguous (on some machines also in pages): memory is read as one stream, on AVX-512 and AVX2
-// mostly by loops of their own (decode_stream.h); not where keys are widened, except on AVX2 and by chains. All else
-// goes block by block.
+// Up to four rows (16 in tiles and on AVX2) go through all keys of a span before its values, as far as all rows see
+// whole blocks, and where these are contiguous (on some machines also in pages): memory is read as one stream, on
+// AVX-512 and AVX2 mostly by loops of their own (decode_stream.h); not where keys are widened, except on AVX2 and by
+// chains. All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
@@ -202,9 +202,9 @@ struct Decode {
     // Whether they can be streamed, from where.
     bool can_stream(const Span &span, const Whole &whole, Sixteens &keys, Sixteens &values) const {
         const int blocks = int((whole.end - whole.first) / BLOCK);
-        const bool one_page = !is_served(span) || !DecodeStream<K>::reads_pages();
-        return blocks && keys.find(span.k, whole.first, blocks, one_page) &&
-               values.find(span.v, whole.first, blocks, one_page);
+        const bool served = is_served(span), one_page = !served || !DecodeStream<K>::reads_pages();
+        return blocks && (served || K::tiled || span.lanes.count <= 4) &&
+               keys.find(span.k, whole.first, blocks, one_page) && values.find(span.v, whole.first, blocks, one_page);
     }
     bool is_served(const Span &span) const { return DecodeStream<K>::serves(span.lanes.count, c.qk_dim, c.v_dim); }
 

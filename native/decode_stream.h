@@ -9,7 +9,8 @@
 // in the order of memory (stream_values.h), all dims of a token at once, which the hardware prefetcher follows; for
 // that the 32 sums of four rows of 128 dims take all registers. From memory both loops take as long as reads alone, and
 // from the second cache they are 1.2 to 3 times as fast. AVX2 has 16 registers: there 16 keys are two vectors, and
-// values are added 16 dims at a time for four rows, 64 for one.
+// values are added 16 dims at a time for four rows, 64 for one. So it is no loss there to multiply more rows, four
+// after four, with 16 keys and with 32 values that the first four have brought into the first cache.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (stream_tiles.h).
 #pragma once
@@ -31,7 +32,7 @@ struct DecodeStream {
     using S = typename K::Stored;
     static constexpr int W = K::W, EACH = Sixteens::EACH;
     static constexpr bool known = KeyRows<K, S>::halves && (K::pairs || K::chained || is_same<S, float> || W == 8);
-    static constexpr int AT_MOST = K::tiled ? FEW : 4;  // rows
+    static constexpr int AT_MOST = K::tiled || (known && W == 8) ? FEW : 4;  // rows
     // What `ask` reads of a block's end on is known: rows of 64 dims at least.
     static_assert((AT_MOST - 1) * StreamAsks<K>::OF_ROW < BLOCK * 64 * int64_t(sizeof(S)) || !known);
 
@@ -41,14 +42,15 @@ struct DecodeStream {
     // Whether tokens may be in pages of whole sixteens.
     static bool reads_pages() { return known && streams().pages; }
 
-    // In tiles as many rows as there are; else up to four, whose values can be read in the order of memory. One or two
-    // rows in pairs of bf16 take 1.02 to 1.04 times as long as by DecodeScores and DecodeValues on Intel, on AMD's
-    // cores 0.73 to 1.0.
+    // In tiles and on AVX2 as many rows as there are, else up to four. Dims of values are as many as are in registers
+    // at once; on AVX2, which takes some at a time, others that fill lines and are a power of 2. One or two rows in
+    // pairs of bf16 take 1.02 to 1.04 times as long as by DecodeScores and DecodeValues on Intel, on AMD's cores 0.73
+    // to 1.0.
     static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
-        if (v_dim != 64 && v_dim != 128) return false;
+        if (v_dim != 64 && v_dim != 128 && (W != 8 || (v_dim != 256 && v_dim != 512))) return false;
         if (K::tiled) return key_dim % 32 == 0;
         const bool few = K::pairs ? streams().few_pairs : streams().few;
-        return known && rows <= 4 && (rows > 2 || few);
+        return known && rows <= AT_MOST && (rows > 2 || few);
     }
 
     // Scores of the blocks' keys, [blocks][rows][128]. queries: [rows][units], for chains [units][rows], for tiles
@@ -60,7 +62,7 @@ struct DecodeStream {
 #endif
         [[maybe_unused]] const typename P::Mode mode{};
         const StreamKeys<K> of_keys{asks, key_dim, units};
-        asks.by_rows(rows, [&](auto way) { of_keys.template make<decltype(way)>(keys, queries, scores); });
+        asks.by_rows(rows, [&](auto way) { of_keys.template make<decltype(way)>(keys, queries, rows, scores); });
     }
 
     // out [rows][width] += weights [rows][128 / pair] x the 128 values from token `first` of the span on. Behind
@@ -80,7 +82,7 @@ struct DecodeStream {
         [[maybe_unused]] const typename P::Mode mode{};
         const StreamValues<K> of_values{asks, v_dim, width};
         asks.by_rows(rows, [&](auto way) {
-            of_values.template add<decltype(way)>(values.at + first / EACH, each, weights, out);
+            of_values.template add<decltype(way)>(values.at + first / EACH, each, weights, rows, out);
         });
     }
 

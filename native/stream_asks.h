@@ -26,10 +26,11 @@ inline Streams streams() {
     return found;
 }
 
-// How many rows, where that is known, and how lines are asked for.
-template <int R, Asks how>
+// How many rows, where that is known, and how lines are asked for. `others`: and more rows, on AVX2.
+template <int R, Asks how, bool more = false>
 struct Way {
     static constexpr int rows = R;
+    static constexpr bool others = more;
     static constexpr Asks asks = how;
     static constexpr bool values = asks != Asks::keys, places = asks == Asks::places;
     static constexpr bool far = asks == Asks::far || places;  // into the second cache
@@ -39,6 +40,33 @@ struct Way {
         else __builtin_prefetch(at);
     }
 };
+
+// Those other rows, whose lines the first four have asked for.
+template <int R>
+struct Silent {
+    static constexpr int rows = R;
+    static constexpr bool others = false, values = false, places = false, far = false;
+
+    static REGARD_INLINE void ask(const char *) {}
+};
+
+// work(Silent) for the rows behind the first four, and the first of these.
+template <typename Work>
+REGARD_INLINE void behind_four(int rows, Work work) {
+    for (int r = 4; r < rows; r += 4) switch (rows - r) {
+            case 1:
+                work(Silent<1>{}, r);
+                break;
+            case 2:
+                work(Silent<2>{}, r);
+                break;
+            case 3:
+                work(Silent<3>{}, r);
+                break;
+            default:
+                work(Silent<4>{}, r);
+        }
+}
 
 // The lines that are asked for next: one after the other, or from four places in turns.
 template <typename By>
@@ -95,7 +123,7 @@ struct StreamAsks {
         return {next + n * (bytes / PLACES), bytes * OF_BLOCK / PLACES};
     }
 
-    // work(Way) for how lines are asked for, and for up to four rows.
+    // work(Way) for how lines are asked for, and for how many rows.
     template <typename Work>
     REGARD_INLINE void by_asks(Work work) const {
         if (how == Asks::all) work(Way<0, Asks::all>{});
@@ -110,7 +138,8 @@ struct StreamAsks {
             if (rows == 1) work(Way<1, asks>{});
             else if (rows == 2) work(Way<2, asks>{});
             else if (rows == 3) work(Way<3, asks>{});
-            else work(Way<4, asks>{});
+            else if (rows == 4 || VECTOR_BYTES != 32) work(Way<4, asks>{});
+            else work(Way<4, asks, VECTOR_BYTES == 32>{});
         });
     }
 

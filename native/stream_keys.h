@@ -1,5 +1,6 @@
 // Scores of the keys of blocks, 16 keys at a time, which are transposed in registers, for up to four rows; of bf16 on
-// AMX by chains (chains.h). On AVX2 they are two vectors, whose sums hide the latency of a product.
+// AMX by chains (chains.h). On AVX2 they are two vectors, whose sums hide the latency of a product, and more rows
+// follow.
 #pragma once
 
 #include "decode_keys.h"
@@ -44,7 +45,8 @@ struct StreamKeys {
 
     // scores: [blocks][rows][128]; queries: [rows][units], for chains [units][rows].
     template <typename By>
-    __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, T *scores) const {
+    __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, [[maybe_unused]] int rows,
+                                        T *scores) const {
         constexpr int R = By::rows;
         const int64_t step = key_dim * int64_t(sizeof(S));
         const int count = keys.tokens();
@@ -62,10 +64,32 @@ struct StreamKeys {
             const char *const near = keys.at[j / EACH + next];
             if constexpr (K::chained) meet_chains<By>(Steps(row, step), later, near, queries, sum);
             else meet<By>(Steps(row, step), later, near, queries, sum);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r)
-                for (int g = 0; g < G; ++g) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK + g * W, sum[r][g]);
+            T *const to = scores + j / BLOCK * (By::others ? rows : R) * BLOCK + j % BLOCK;
+            put(sum, to);
+            if constexpr (By::others) meet_others(row, queries, rows, to);
         }
+    }
+
+  private:
+    template <int R>
+    static REGARD_INLINE void put(const V (&sum)[R][G], T *to) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+            for (int g = 0; g < G; ++g) store(to + r * BLOCK + g * W, sum[r][g]);
+    }
+
+    // The rows behind the first four, whose keys are in the first cache now.
+    void meet_others(const char *keys, const Unit *queries, int rows, T *to) const {
+        const int64_t step = key_dim * int64_t(sizeof(S));
+        behind_four(rows, [&](auto some, int r) {
+            meet_some<decltype(some)>(keys, step, queries + r * units, to + r * BLOCK);
+        });
+    }
+    template <typename By>
+    __attribute__((noinline)) void meet_some(const char *keys, int64_t step, const Unit *queries, T *to) const {
+        V sum[By::rows][G] = {};
+        meet<By>(Steps(keys, step), Later<By>{}, nullptr, queries, sum);
+        put(sum, to);
     }
 
     // Sums of R rows with 16 keys. Where lines are asked for into the second cache, those of the `next` keys are into

@@ -1,5 +1,5 @@
 // The sums of a block's values, in the order of memory, all dims of a token at once, for up to four rows; of bf16 on
-// AMX by chains (chains.h), and else in pairs.
+// AMX by chains (chains.h), and else in pairs. On AVX2 some dims of 32 tokens at once, for any number of rows.
 #pragma once
 
 #include "chains.h"
@@ -22,7 +22,7 @@ struct StreamValues {
 
     // out [rows][width] += weights [rows][128 / pair] x a block of values; `each`: tokens that one address serves.
     template <typename By>
-    void add(const char *const *values, int each, const Unit *weights, T *out) const {
+    void add(const char *const *values, int each, const Unit *weights, [[maybe_unused]] int rows, T *out) const {
 #if defined(REGARD_TILES)
         if constexpr (K::chained) return add_chains<By, 8 / (By::rows == 3 ? 4 : By::rows)>(values, weights, out);
 #endif
@@ -30,7 +30,7 @@ struct StreamValues {
             if (v_dim == 8 * W) add_dims<By, 8>(values, each, weights, out);
             else add_dims<By, 4>(values, each, weights, out);
         } else {
-            add_some<By, 8 / (By::rows == 3 ? 4 : By::rows)>(values, weights, out);
+            add_some<By>(values, weights, rows, out);
         }
     }
 
@@ -95,27 +95,38 @@ struct StreamValues {
     }
 #endif
 
-    // 32 tokens by N vectors of dims at a time, so that sums stay in 8 registers.
-    template <typename By, int N>
-    __attribute__((noinline)) void add_some(const char *const *values, const Unit *weights, T *out) const {
-        constexpr int R = By::rows;
-        for (int j = 0; j < BLOCK; j += 2 * EACH)
-            for (int64_t d = 0; d < v_dim; d += N * W) {
-                V sum[R][N];
-                T *const to = out + d;
+    // 32 tokens at a time: so they are in the first cache for other rows.
+    template <typename By>
+    __attribute__((noinline)) void add_some(const char *const *values, const Unit *weights, [[maybe_unused]] int rows,
+                                            T *out) const {
+        for (int j = 0; j < BLOCK; j += 2 * EACH) {
+            add_32<By>(values, j, weights + j, out);
+            if constexpr (By::others)
+                behind_four(rows, [&](auto some, int r) {
+                    add_32<decltype(some)>(values, j, weights + r * BLOCK + j, out + r * width);
+                });
+        }
+    }
+
+    // Those from j on, by N vectors of dims at a time, so that sums stay in 8 registers.
+    template <typename By>
+    REGARD_INLINE void add_32(const char *const *values, int j, const Unit *weights, T *out) const {
+        constexpr int R = By::rows, N = 8 / (R == 3 ? 4 : R);
+        for (int64_t d = 0; d < v_dim; d += N * W) {
+            V sum[R][N];
+            T *const to = out + d;
 #pragma GCC unroll 4
-                for (int r = 0; r < R; ++r)
+            for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                    for (int n = 0; n < N; ++n) sum[r][n] = load(to + r * width + n * W);
-                if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
-                for (int half = 0; half < 2; ++half)
-                    add_tokens<By>(values, j / EACH + half, d, weights + j + half * EACH, sum);
-                if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
+                for (int n = 0; n < N; ++n) sum[r][n] = load(to + r * width + n * W);
+            if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
+            for (int half = 0; half < 2; ++half) add_tokens<By>(values, j / EACH + half, d, weights + half * EACH, sum);
+            if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
 #pragma GCC unroll 4
-                for (int r = 0; r < R; ++r)
+            for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                    for (int n = 0; n < N; ++n) store(to + r * width + n * W, sum[r][n]);
-            }
+                for (int n = 0; n < N; ++n) store(to + r * width + n * W, sum[r][n]);
+        }
     }
 
     // Tokens of sixteen `number`; lines are asked for in the order of memory, as many as N vectors of all tokens have.
