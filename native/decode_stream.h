@@ -33,7 +33,7 @@ struct DecodeStream {
     static constexpr int W = K::W, EACH = Sixteens::EACH;
     static constexpr bool known = KeyRows<K, S>::halves && (K::pairs || K::chained || is_same<S, float> || W == 8);
     static constexpr int AT_MOST = K::tiled || (known && W == 8) ? FEW : 4;  // rows
-    // What `ask` reads of a block's end on is known: rows of 64 dims at least.
+    // What `ask` reads of a block's end on is known: rows of 64 dims at least, where it reads any (`Asks::all`).
     static_assert((AT_MOST - 1) * StreamAsks<K>::OF_ROW < BLOCK * 64 * int64_t(sizeof(S)) || !known);
 
     const int64_t key_dim, units, v_dim, width;
@@ -42,12 +42,11 @@ struct DecodeStream {
     // Whether tokens may be in pages of whole sixteens.
     static bool reads_pages() { return known && streams().pages; }
 
-    // In tiles and on AVX2 as many rows as there are, else up to four. Dims of values are as many as are in registers
-    // at once; on AVX2, which takes some at a time, others that fill lines and are a power of 2. One or two rows in
-    // pairs of bf16 take 1.02 to 1.04 times as long as by DecodeScores and DecodeValues on Intel, on AMD's cores 0.73
-    // to 1.0.
+    // In tiles and on AVX2 as many rows as there are, else up to four. Dims of values are as many as registers hold; on
+    // AVX2, which takes some at a time, whole steps of two vectors. One or two rows in pairs of bf16 take 1.02 to 1.04
+    // times as long as by DecodeScores and DecodeValues on Intel, on AMD's cores 0.73 to 1.0.
     static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
-        if (v_dim != 64 && v_dim != 128 && (W != 8 || (v_dim != 256 && v_dim != 512))) return false;
+        if (W == 8 ? v_dim % 16 != 0 : v_dim != 64 && v_dim != 128) return false;
         if (K::tiled) return key_dim % 32 == 0;
         const bool few = K::pairs ? streams().few_pairs : streams().few;
         return known && rows <= AT_MOST && (rows > 2 || few);

@@ -157,8 +157,8 @@ struct StreamAsks {
 
     // `bytes` from a distance behind the n-th sixteen on.
     static void ask_all(const Sixteens &of, int64_t n, int64_t behind, int64_t bytes) {
-        n += behind >> __builtin_ctzll(uint64_t(of.bytes));  // a power of 2
-        const char *const from = of.at[n] + (behind & (of.bytes - 1));
+        n += behind / of.bytes;
+        const char *const from = of.at[n] + behind % of.bytes;
         for (int64_t i = 0; i < bytes; i += Lines::LINE) __builtin_prefetch(from + i, 0, 2);
     }
 };

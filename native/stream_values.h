@@ -108,25 +108,33 @@ struct StreamValues {
         }
     }
 
-    // Those from j on, by N vectors of dims at a time, so that sums stay in 8 registers.
+    // Those from j on, by so many vectors of dims at a time that sums stay in 8 registers; then by what is left.
     template <typename By>
     REGARD_INLINE void add_32(const char *const *values, int j, const Unit *weights, T *out) const {
-        constexpr int R = By::rows, N = 8 / (R == 3 ? 4 : R);
-        for (int64_t d = 0; d < v_dim; d += N * W) {
-            V sum[R][N];
-            T *const to = out + d;
+        constexpr int N = 8 / (By::rows == 3 ? 4 : By::rows);
+        int64_t d = 0;
+        for (; d + N * W <= v_dim; d += N * W) add_dims_of_32<By, N>(values, j, d, weights, out + d);
+        if constexpr (N > 4)
+            if (d + 4 * W <= v_dim) add_dims_of_32<By, 4>(values, j, d, weights, out + d), d += 4 * W;
+        if constexpr (N > 2)
+            if (d < v_dim) add_dims_of_32<By, 2>(values, j, d, weights, out + d);
+    }
+
+    template <typename By, int N>
+    REGARD_INLINE void add_dims_of_32(const char *const *values, int j, int64_t d, const Unit *weights, T *to) const {
+        constexpr int R = By::rows;
+        V sum[R][N];
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) sum[r][n] = load(to + r * width + n * W);
-            if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
-            for (int half = 0; half < 2; ++half) add_tokens<By>(values, j / EACH + half, d, weights + half * EACH, sum);
-            if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
+            for (int n = 0; n < N; ++n) sum[r][n] = load(to + r * width + n * W);
+        if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
+        for (int half = 0; half < 2; ++half) add_tokens<By>(values, j / EACH + half, d, weights + half * EACH, sum);
+        if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) store(to + r * width + n * W, sum[r][n]);
-        }
+            for (int n = 0; n < N; ++n) store(to + r * width + n * W, sum[r][n]);
     }
 
     // Tokens of sixteen `number`; lines are asked for in the order of memory, as many as N vectors of all tokens have.

@@ -115,8 +115,8 @@ def test_few_rows_of_many_dims_have_the_bits_of_many_rows(engine: str, dtype: to
 
 
 @pytest.mark.exhaustive(per="engine")
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 14, 16])
-@pytest.mark.parametrize(("dim", "wide"), [(64, 128), (128, 64), (33, 17), (80, 40), (96, 256)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 15, 16])
+@pytest.mark.parametrize(("dim", "wide"), [(64, 128), (128, 64), (33, 17), (80, 40), (20, 112), (96, 256)])
 @pytest.mark.parametrize("kind", ["normal", "rising", "tiny", "wild"])
 def test_few_rows_have_the_bits_of_a_prompt(engine: str, dtype: torch.dtype, rows: int, dim: int, wide: int, kind: str):
     """Each number of rows has loops of its own; blocks that are seen whole, one after another, and all others too."""
