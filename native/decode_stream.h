@@ -1,6 +1,6 @@
-// Blocks of a span that are seen whole, for up to four rows (on AMX up to 16), where keys and values are contiguous or,
-// on AMD's cores, in pages of whole sixteens: all keys, then block after block of values, at the speed at which memory
-// is read. For vectors of 16 words (AVX-512) or 8 (AVX2).
+// Blocks of a span that are seen whole, for up to four rows (on AMX and AVX2 up to 16), where keys and values are
+// contiguous or, on AMD's cores, in pages of whole sixteens: all keys, then block after block of values, at the speed
+// at which memory is read. For vectors of 16 words (AVX-512) or 8 (AVX2).
 //
 // What decides is which lines are on their way (stream_asks.h). 16 keys at a time are transposed in registers
 // (stream_keys.h), and for each vector of words one line further on is prefetched: so some 20 lines are on their way
