@@ -88,7 +88,7 @@ struct StreamKeys {
     template <typename By>
     __attribute__((noinline)) void meet_some(const char *keys, int64_t step, const Unit *queries, T *to) const {
         V sum[By::rows][G] = {};
-        meet<By>(Steps(keys, step), Later<By>{}, nullptr, queries, sum);
+        meet<By>(Steps(keys, step), Later<By>{keys, 0}, keys, queries, sum);
         put(sum, to);
     }
 
