@@ -164,6 +164,15 @@ def test_columns_are_sums_over_rows(weights, both):
     equal(found.chance, both[1].sum(2).amax(-1) / both[1].sum((2, 3)))
 
 
+def test_columns_of_chosen_rows_are_sums_over_these(weights, both):
+    rows = torch.rand(weights.shape[0], weights.shape[2]) < 0.6
+    found = largest_column(Inputs(weights, rows=rows))
+    for value, a in zip((found.value, found.chance), both, strict=True):
+        columns = torch.where(rows[:, None, :, None], a, 0.0).sum(2)
+        equal(value, columns.amax(-1) / columns.sum(-1))
+    assert torch.equal(found.at, torch.where(rows[:, None, :, None], both[0], 0.0).sum(2).argmax(-1))
+
+
 def test_means_along_positions_and_rarities(call, weights, dense, both, sees):
     rarities = torch.rand(call.q.shape[0], call.k.shape[2])
     inputs = Inputs(weights, rarity=rarities)
@@ -225,7 +234,7 @@ def test_rows_that_are_padding_do_not_count():
     pairs = pair_measures(padded, tokens, rows=real), pair_measures(whole, tokens[1:, :11])
     swept = sweep_measures(Inputs(padded, rows=real)), sweep_measures(Inputs(whole))
     for found, alone in (pairs, swept):
-        for name in found.keys() - {"column", "best_offset"}:  # columns are of all rows; the best is of both sequences
+        for name in found.keys() - {"best_offset"}:  # which is the best of both sequences
             torch.testing.assert_close(found[name].value[1:], alone[name].value, msg=name)
             torch.testing.assert_close(found[name].chance[1:], alone[name].chance, msg=name)
     equal(previous_token(padded, rows=real).value[1:], previous_token(whole).value)

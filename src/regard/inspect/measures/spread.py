@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.inspect.measures.means import check_positions, mean_over_rows, one_in, selected_rows
+from regard.inspect.measures.means import check_positions, mean_over_rows, one_in, selected_rows, uniform
 from regard.inspect.measures.measure import Inputs
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
@@ -136,6 +136,7 @@ def largest_column(inputs: Inputs) -> HeadScores:
 
     Zhang et al. 2023, arXiv:2306.14048, §3.2 (the accumulated attention of heavy hitters). No mean over rows: it has an
     interval over sequences only. Chance: the same of uniform attention, where keys that more rows see receive more.
+    Where `Inputs.rows` chooses rows, c_j is the sum over these, which takes a pass over the weights of its own.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 1, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -144,10 +145,24 @@ def largest_column(inputs: Inputs) -> HeadScores:
     >>> found.value, found.at
     (tensor([[0.7500]]), tensor([[1]]))
     """
-    columns = inputs.swept.columns
-    even = inputs.even.columns.expand_as(columns)
+    if inputs.rows is None:
+        columns, even = inputs.swept.columns, inputs.even.columns
+    else:
+        columns, even = (_columns(w, inputs.rows) for w in (inputs.weights, uniform(inputs.weights, whole_batch=True)))
+    even = even.expand_as(columns)
     top, key = columns.max(-1)
     return HeadScores(top / columns.sum(-1), even.amax(-1) / even.sum(-1), at=key)
+
+
+def _columns(weights: Weights, rows: Tensor) -> Tensor:
+    """sum_i A[i, j] over the rows that count, [batch, heads, keys]."""
+    batch, heads, _, keys = weights.shape
+    counted = selected_rows(weights, rows)
+    columns = torch.zeros((batch, heads, keys), dtype=torch.float64, device=weights.q.device)
+    for tile in weights.tiles():
+        own = torch.where(counted[:, :, tile.rows, None], tile.weights, 0.0)
+        columns[:, :, tile.keys] += own.sum(-2, dtype=torch.float64)
+    return columns.to(weights.dtype)
 
 
 def _visible(inputs: Inputs, like: Tensor) -> Tensor:
