@@ -1,5 +1,7 @@
 """Costs against what is measured: torch's FLOP counter, a run of the definition, caches, and stored activations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import Causal, Prefix, Window, attend, explain, observe_calls
+from regard import Causal, Mask, Prefix, Window, attend, explain, observe_calls
 from regard.backend.definition import attention
 from regard.cache import Contiguous, Fp8, Int4, Int8, KVCache, Paged, Rolling
 from regard.cost import Attention, Pattern, Storage, call_cost, cost, find_machine, training_memory
@@ -15,7 +17,7 @@ from regard.cost.config import from_config
 from regard.cost.fields import from_fields
 from regard.cost.model import Layer, Mlp, Model
 from regard.cost.storage import TILE, VALUE_CHUNK, cache_bytes, stored_bytes
-from regard.cost.training import layer_bytes
+from regard.cost.training import layer_bytes, source_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step
 from regard.errors import ProblemError
 from regard.integrate import regard_cache, use_regard
@@ -385,47 +387,90 @@ def test_torchs_counter_counts_an_encoder_with_a_decoder(family):
 
 
 class Block(nn.Module):
-    """A layer as large models have it: norms before its parts, grouped heads, a gated MLP."""
+    """A layer as large models have it: norms before its parts, grouped heads, a gated MLP.
 
-    def __init__(self, d: int, heads: int, kv_heads: int, width: int) -> None:
+    With `normed` queries and keys have norms, with `parallel` all parts read the output of one norm, and with `cross`
+    there is attention to an encoder as well.
+    """
+
+    def __init__(
+        self, d: int, heads: int, kv_heads: int, width: int, *, normed: bool = False, parallel: bool = False,
+        cross: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.sizes = (heads, kv_heads, d // heads)
-        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])  # torch's RMSNorm is not fused on a CPU
-        self.q, self.out = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
-        self.k, self.v = (nn.Linear(d, kv_heads * (d // heads), bias=False) for _ in range(2))
+        sizes = (d, heads, kv_heads, normed)
+        self.own, self.cross = Projections(*sizes), Projections(*sizes) if cross else None
+        self.norms = nn.ModuleList([nn.LayerNorm(d) for _ in range(1 if parallel else 2 + cross)])
         self.gate, self.up = (nn.Linear(d, width, bias=False) for _ in range(2))
         self.down = nn.Linear(width, d, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        heads, kv_heads, dim = self.sizes
+    def forward(self, x: Tensor, source: Tensor) -> Tensor:
         y = self.norms[0](x)
-        q, k, v = (
-            p(y).unflatten(2, (n, dim)).transpose(1, 2)
-            for p, n in ((self.q, heads), (self.k, kv_heads), (self.v, kv_heads))
-        )
-        x = x + self.out(attend(q, k, v, mask=Causal()).transpose(1, 2).flatten(2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        mixed = self.own(y, y, Causal())
+        if len(self.norms) > 1:
+            x = x + mixed
+            y, mixed = self.norms[1](x), torch.zeros(())
+        if self.cross is not None:
+            x = x + self.cross(y, source, None)
+            y = self.norms[2](x)
+        return x + mixed + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def test_autograd_stores_the_activations_that_are_counted():
-    """Every tensor that autograd stores for a layer, counted once, without its weights: two statistics in 100 bytes."""
-    d, heads, kv_heads, width, tokens = 256, 4, 2, 704, 96
-    block, x = Block(d, heads, kv_heads, width), torch.randn(1, tokens, d, requires_grad=True)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+class Projections(nn.Module):
+    """Attention with grouped heads, to tokens of its own or of an encoder."""
+
+    def __init__(self, d: int, heads: int, kv_heads: int, normed: bool) -> None:
+        super().__init__()
+        dim = d // heads
+        self.dim, self.out = dim, nn.Linear(d, d, bias=False)
+        self.q, self.k, self.v = (nn.Linear(d, n * dim, bias=False) for n in (heads, kv_heads, kv_heads))
+        self.q_norm, self.k_norm = (nn.LayerNorm(dim) if normed else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, source: Tensor, mask: Mask | None) -> Tensor:
+        q, k, v = (p(y).unflatten(2, (-1, self.dim)) for p, y in ((self.q, x), (self.k, source), (self.v, source)))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return self.out(attend(*(t.transpose(1, 2) for t in (q, k, v)), mask=mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("form", [{}, {"normed": True}, {"parallel": True}, {"cross": True}], ids=str)
+def test_autograd_stores_the_activations_that_are_counted(form):
+    """Every tensor that autograd stores for a layer, counted once, without its weights: two statistics in 100 bytes.
+
+    An encoder's output is that of the encoder, and so in no layer of the decoder.
+    """
+    d, heads, kv_heads, width, tokens, others = 256, 4, 2, 704, 96, 150
+    block, x = Block(d, heads, kv_heads, width, **form), torch.randn(1, tokens, d, requires_grad=True)
+    source = torch.randn(1, others, d)
+    without = {t.untyped_storage().data_ptr() for t in (*block.parameters(), source)}
     stored: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in weights:
+        if t.untyped_storage().data_ptr() not in without:
             stored[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = block(x)
-    layer = Layer(Attention(heads, kv_heads, d // heads, d // heads), Mlp(width, gated=True))
-    counted = layer_bytes(layer, d, 4) * tokens
-    assert sum(stored.values()) == pytest.approx(counted, rel=0.01)
+        out = block(x, source)
+    a = Attention(heads, kv_heads, d // heads, d // heads, norm="head" if "normed" in form else "")
+    cross = replace(a, is_cross=True) if "cross" in form else None
+    layer = Layer(a, Mlp(width, gated=True), cross, norms=len(block.norms))
+    counted = layer_bytes(layer, d, 4) * tokens + source_bytes(layer, 4) * others
+    assert sum(stored.values()) == pytest.approx(counted, rel=0.015 if "normed" in form else 0.01)
     assert out.requires_grad
+
+
+def test_a_token_of_the_encoder_takes_keys_and_values_in_each_layer_of_the_decoder():
+    own = Attention(4, 4, 64, 64)
+    encoder = Layer(replace(own, pattern=Pattern(causal=False)), Mlp(1024))
+    decoder = Layer(own, Mlp(1024), replace(own, is_cross=True), norms=3)
+
+    def stored(source: int) -> int:
+        model = Model("m", "here", 256, 100, (decoder,) * 3, encoder=(encoder,) * 2, source_tokens=source)
+        return training_memory(model, 96, batch=2).activations
+
+    each = 2 * layer_bytes(encoder, 256, 2) + 3 * source_bytes(decoder, 2) + 2 * 256 * 2  # its last norm, its output
+    assert source_bytes(decoder, 2) == 2 * 4 * 64 * 2
+    assert stored(151) - stored(150) == 2 * each
 
 
 def test_recomputation_stores_one_layer_in_full_and_the_input_of_each():

@@ -46,53 +46,74 @@ def training_memory(
     >>> round(m.activations / 2**30), round(m.recomputed / 2**30)
     (73, 6)
     """
-    item, tokens, source = item_bytes(dtype), batch * context, model.source_length(context)
-    layers = [*((x, context) for x in model.layers), *((x, source) for x in model.encoder)]
-    flat = [layer_bytes(x, model.d_model, item, dropout=dropout) * batch * n for x, n in layers]
+    item, tokens, source = item_bytes(dtype), batch * context, batch * model.source_length(context)
+    layers = [*((x, tokens) for x in model.layers), *((x, source) for x in model.encoder)]
+    flat = [
+        layer_bytes(x, model.d_model, item, dropout=dropout) * n + source_bytes(x, item) * source for x, n in layers
+    ]
     squares = [
-        _square(a, item, dropout=dropout) * batch * n * (source if a.is_cross else n)
+        _square(a, item, dropout=dropout) * n * (source if a.is_cross else n) // batch
         for x, n in layers
         for a in x.attentions
     ]
-    ends = _ends(model, item) * tokens
+    ends = _ends(model, item) * tokens + (2 * model.d_model * item * source if model.encoder else 0)
     states = STATES if item < 4 else STATES_FLOAT32
     return TrainingMemory(
         states=parameters(model).total * states,
         activations=sum(flat) + ends,
-        recomputed=sum(batch * n for _, n in layers) * model.d_model * item + max(flat) + ends,
+        recomputed=sum(n for _, n in layers) * model.d_model * item + max(flat) + ends,
         naive=sum(flat) + sum(squares) + ends,
     )
 
 
 def layer_bytes(layer: Layer, d_model: int, item: int, *, dropout: bool = False) -> int:
-    """Bytes of one token that a layer stores, without squares of the length.
+    """Bytes of one token that a layer stores, without squares of the length and without `source_bytes`.
 
     >>> from regard.cost import find_model
     >>> layer_bytes(find_model("gpt3").layers[0], 12288, 2, dropout=True) / 12288
     34.0
     """
     masks = d_model * (1 + len(layer.attentions)) if dropout else 0  # a byte for each output of attention and MLP
-    norms = layer.norms * d_model
-    attentions = sum(_attention(a, d_model) for a in layer.attentions)
-    recurrent = d_model + layer.recurrent.width if layer.recurrent else 0
-    return (norms + attentions + recurrent + (_mlp(layer.mlp, d_model) if layer.mlp else 0)) * item + masks
+    elements = (layer.norms + _inputs(layer)) * d_model + sum(map(_attention, layer.attentions))
+    elements += layer.recurrent.width if layer.recurrent else 0
+    return (elements + (_mlp(layer.mlp) if layer.mlp else 0)) * item + masks
 
 
-def _attention(a: Attention, d_model: int) -> int:
-    """Elements of one token: the input of the projections, q, k, v, and the input of the output's projection."""
+def source_bytes(layer: Layer, item: int) -> int:
+    """Bytes of one token of the encoder that a layer of the decoder stores: its keys and values.
+
+    >>> from regard.cost import find_model
+    >>> source_bytes(find_model("whisper-large-v3").layers[0], 2) / 1280
+    4.0
+    """
+    return 0 if layer.cross is None else _keys(layer.cross) * item
+
+
+def _inputs(layer: Layer) -> int:
+    """The outputs of norms that projections read, of width d_model: with a single norm all parts read the same."""
+    parts = [bool(layer.attention or layer.recurrent), bool(layer.cross), bool(layer.mlp)]
+    return 1 if layer.norms == 1 else sum(parts)
+
+
+def _attention(a: Attention) -> int:
+    """Elements of one token: q, k, v, those before their norms, and the input of the output's projection."""
     queries, out = a.heads * a.qk_dim, a.heads * a.v_dim
     gate = {"": 0, "element": 2 * out, "head": a.heads + out}[a.gate]  # the gate, and its product with the output
     if a.latent is None:
         outs = out if a.calls == 1 else (a.calls + 1) * out  # of several calls, those before and after they are one
-        return d_model + gate + queries + a.kv_heads * (a.qk_dim + a.v_dim) + outs
+        return gate + queries * (2 if a.norm else 1) + (0 if a.is_cross else _keys(a)) + outs
     latents = 2 * (a.latent.kv_rank + (a.latent.q_rank or 0))  # before and after their norms
-    return d_model + latents + 2 * queries + 2 * out
+    return gate + latents + 2 * queries + 2 * out
 
 
-def _mlp(m: Mlp, d_model: int) -> int:
-    """Elements of one token: the input, the hidden layer before and after its activation, and a gate and product."""
-    hidden = (4 if m.gated else 2) * (m.active * m.width + m.shared)
-    return d_model + hidden
+def _keys(a: Attention) -> int:
+    """Elements of the key and the value of one token, and of the key before its norm."""
+    return 0 if a.shares_cache else a.kv_heads * (a.qk_dim * (2 if a.norm else 1) + a.v_dim)
+
+
+def _mlp(m: Mlp) -> int:
+    """Elements of one token: the hidden layer before and after its activation, and a gate and product."""
+    return (4 if m.gated else 2) * (m.active * m.width + m.shared)
 
 
 def _square(a: Attention, item: int, *, dropout: bool) -> int:
