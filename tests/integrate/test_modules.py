@@ -12,7 +12,7 @@ from regard.cache import KVCache
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.modules import attention_of, rope_of, with_weights_of
+from regard.integrate.modules import attention_of, rope_of, scaling_of, with_weights_of
 from regard.nn.latent import LatentAttention
 from regard.nn.share_heads import share_heads
 from regard.nn.to_latent import to_latent
@@ -266,6 +266,20 @@ def test_a_rotation_that_no_rope_has_is_refused(parameters, why):
     config = config_with()
     config.rope_parameters = parameters
     with pytest.raises(ProblemError, match=why):
+        rope_of(config)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"original_max_position_embeddings": 8, "beta_slow": 2.0, "truncate": False},  # every pair turns slowly
+     {"original_max_position_embeddings": 100_000, "rope_theta": 10.0}],  # every pair turns fast
+)  # fmt: skip
+def test_a_ramp_of_transformers_that_falls_is_refused(parameters):
+    config = config_with(rope_type="yarn", factor=4.0, **parameters)
+    base, scaling = config.rope_parameters["rope_theta"], scaling_of(config.rope_parameters, config)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
+    assert not torch.allclose(Rope(16, base, scaling).frequencies().float(), frequencies)
+    with pytest.raises(ProblemError, match="transformers' ramp falls there"):
         rope_of(config)
 
 

@@ -136,7 +136,9 @@ class Yarn(Scaling):
         pair   0         low high     d/2
 
     The ramp is linear in the pair, as in published checkpoints; that of the paper (§3.2) is linear in the turns. Where
-    low = high, pairs up to low are unchanged and all others interpolated, as in the authors' code.
+    low = high, pairs up to low are unchanged and all others interpolated, as in the authors' code. The same holds where
+    low > high, as where every pair makes more than beta_fast turns: all are unchanged. The authors' code, and
+    transformers, have a ramp there that falls, and interpolate all.
 
     The attention factor is `0.1 ln(factor) + 1` (the paper's 1/sqrt(t)) if not given. DeepSeek's checkpoints have two
     parameters: then it is `m(mscale) / m(mscale_all_dim)` with `m(c) = 0.1 c ln(factor) + 1`, and their softmax scale
@@ -195,11 +197,23 @@ class Yarn(Scaling):
         >>> Yarn(4.0, 32768).ramp(128, 1000000.0)
         (23, 40)
         """
+        low, high = self._ends(rotated, base)
+        return low, high if high > low else low + 0.001  # a step
+
+    def falls(self, rotated: int, base: float) -> bool:
+        """Whether low > high, where transformers gives other frequencies.
+
+        >>> Yarn(4.0, 32768).falls(128, 1000000.0), Yarn(4.0, 100_000).falls(16, 10.0)
+        (False, True)
+        """
+        low, high = self._ends(rotated, base)
+        return low > high
+
+    def _ends(self, rotated: int, base: float) -> tuple[float, float]:
         low, high = (self._pair(turns, rotated, base) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rotated - 1)
-        return low, high if high > low else low + 0.001  # a step
+        return max(low, 0), min(high, rotated - 1)
 
     def _pair(self, turns: float, rotated: int, base: float) -> float:
         return rotated * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))

@@ -92,7 +92,13 @@ def rope_of(config: Any) -> Rope:
     interleaved = latent and bool(getattr(config, "rope_interleave", True))
     dim = config.qk_rope_head_dim if latent else _head_dim(config)
     fraction = fraction_of(parameters) if config.model_type in PARTIAL else Rope.fraction
-    return Rope(dim, float(parameters["rope_theta"]), scaling_of(parameters, config), fraction, interleaved)
+    rope = Rope(dim, float(parameters["rope_theta"]), scaling_of(parameters, config), fraction, interleaved)
+    if isinstance(rope.scaling, Yarn) and rope.scaling.falls(rope.rotated, rope.base):
+        raise ProblemError(
+            f"{rope}: transformers' ramp falls there, from pairs that make beta_slow={rope.scaling.beta_slow} turns to "
+            f"pairs that make beta_fast={rope.scaling.beta_fast}, and no Rope has its frequencies."
+        )
+    return rope
 
 
 def _check_kind(what: str, config: Any) -> None:
