@@ -144,6 +144,14 @@ def test_branches_side_by_side_run_as_composed_by_hand():
         torch.testing.assert_close(found[variant][0], residual(y.double()), atol=1e-5, rtol=0)
 
 
+def test_branches_side_by_side_are_found_in_float64():
+    """A block and the comparison may add in different orders, and both round."""
+    model, ids = zoo.model("gpt_neox").double(), zoo.tokens(rows=7, length=61)
+    use_regard(model)
+    found = rank_collapse(model, lambda: model(ids), variants=["without both"])
+    assert found.modules == ("gpt_neox.layers.0", "gpt_neox.layers.1")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_many_families_run_without_skips_and_mlps(name):
     model, ids = zoo.model(name), zoo.tokens()

@@ -182,8 +182,11 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_sum(total: Tensor, *terms: Tensor) -> bool:
-    """Whether `total` is the sum of the terms: at most two additions, each rounded by at most eps / 2 of its terms."""
-    eps = max(torch.finfo(one.dtype).eps for one in (total, *terms))
+    """Whether `total` is the sum of the terms: at most two additions, each rounded by at most eps / 2 of its terms.
+
+    The sum that it is compared with is rounded as well, in float64 and perhaps in another order.
+    """
+    eps = max(torch.finfo(one.dtype).eps for one in (total, *terms)) + torch.finfo(torch.float64).eps
     exact = torch.stack([term.to(total.device).double() for term in terms])  # a block may take tokens of another device
     return bool(((total.double() - exact.sum(0)).abs() <= eps * exact.abs().sum(0)).all())
 
