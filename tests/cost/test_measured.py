@@ -362,6 +362,36 @@ def test_torchs_counter_counts_the_projections_of_layers_without_attention(famil
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == products
 
 
+class Moved(TorchDispatchMode):
+    """Counts the elements that matrix products with weights read and write, the weights included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.counts = 0, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if self.counts and function is torch.ops.aten.mm.default:
+            self.elements += sum(t.numel() for t in (*args, out))
+        return out
+
+
+@pytest.mark.parametrize("q_rank", [24, None])
+def test_the_projections_of_latents_read_and_write_what_is_counted(q_rank):
+    auto = pytest.importorskip("transformers.models.auto")
+    sizes = SMALL["deepseek_v3"] | {"q_lora_rank": q_rank, "num_hidden_layers": 2, "vocab_size": 101}
+    config = auto.configuration_auto.CONFIG_MAPPING["deepseek_v3"](**sizes)
+    model = auto.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    moved = Moved()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda *_: setattr(moved, "counts", True))
+        layer.self_attn.register_forward_hook(lambda *_: setattr(moved, "counts", False))
+    with torch.no_grad(), moved:
+        model(torch.zeros(1, 300, dtype=torch.long), use_cache=False)
+    read = from_config("deepseek_v3", config.to_dict())
+    assert forward(read, prompt_call(300, dtype="float32")).projections.moved == moved.elements * 4
+
+
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_torchs_counter_counts_an_encoder_with_a_decoder(family):
     auto = pytest.importorskip("transformers.models.auto")

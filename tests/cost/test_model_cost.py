@@ -310,8 +310,9 @@ def test_a_model_keeps_its_gates_with_latents(gate, width):
     plain, gated = with_latent(tiny(qkv_bias=True)), with_latent(tiny(qkv_bias=True, gate=gate))
     biases = width * (gate == "element")
     assert parameters(gated).total - parameters(plain).total == 2 * (64 * width + biases)
-    flops = [forward(model, prompt_call(10)).projections.flops for model in (plain, gated)]
-    assert flops[1] - flops[0] == 2 * 10 * 2 * 64 * width
+    work = [forward(model, prompt_call(10)).projections for model in (plain, gated)]
+    assert work[1].flops - work[0].flops == 2 * 10 * 2 * 64 * width
+    assert work[1].moved - work[0].moved == 2 * (64 + 10) * width * 2  # weights, and the gates of each token
 
 
 def test_attention_of_two_calls_has_no_latents():

@@ -147,7 +147,7 @@ def _attend(a: Attention, d_model: int, call: Call, queries: int, keys: int) -> 
     pairs = a.pattern.pairs(queries=queries, keys=keys)
     projected = 0 if a.is_cross and not call.runs_encoder else b * (keys if a.is_cross else queries)
     width = a.heads * (a.qk_dim + a.v_dim)
-    projections = _product(weights.queries + weights.out, tokens, 2 * d_model + width, call.item)
+    projections = _product(weights.queries + weights.out, tokens, 2 * d_model + width + _between(a), call.item)
     if projected:
         projections += _product(weights.keys, projected, d_model + a.cached, call.item)
     seen = a.pattern.keys_seen(queries=queries, keys=keys)
@@ -159,11 +159,24 @@ def _attend(a: Attention, d_model: int, call: Call, queries: int, keys: int) -> 
         expanded, absorbed, up = _latent(a, queries, keys, pairs)
         is_absorbed = absorbed < expanded
         expansions = queries if is_absorbed else keys
-        projections += _product(weights.expand, b * expansions, width, call.item)
+        projections += _product(weights.expand, b * expansions, _expanded(a, is_absorbed=is_absorbed), call.item)
         flops = b * (min(expanded, absorbed) - up * expansions)
         rows = a.heads * (2 * a.latent.kv_rank + a.latent.rope_dim) if is_absorbed else width
         read = read if is_absorbed else seen * width * call.item  # the keys and values of all heads
     return Parts(projections, Work(flops, tokens * rows * call.item + b * read))
+
+
+def _between(a: Attention) -> int:
+    """Elements of one token between products of the queries: its gates, and its latent, written and read."""
+    gates = {"": 0, "element": a.heads * a.v_dim, "head": a.heads}[a.gate]
+    return gates + 2 * ((a.latent.q_rank or 0) if a.latent else 0)
+
+
+def _expanded(a: Attention, *, is_absorbed: bool) -> int:
+    """Elements that the products with the expansion read and write: of a query if absorbed, else of a key."""
+    assert a.latent is not None
+    rank, dims = a.latent.kv_rank, a.latent.nope_dim + a.v_dim
+    return a.heads * (2 * rank + dims) if is_absorbed else rank + a.heads * dims
 
 
 def _latent(a: Attention, queries: int, keys: int, pairs: int) -> tuple[int, int, int]:
