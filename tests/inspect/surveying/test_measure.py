@@ -56,6 +56,18 @@ def test_scores_are_those_of_a_survey():
     assert all(head.value("best_shift_at") == at[head.layer, head.head].item() for head in report.heads)
 
 
+def test_rare_words_are_those_of_the_formula_in_the_report(decoder):
+    ids = torch.randint(3, 97, (1, 11))
+    found = measure(decoder, ids, "rare_word")["rare_word"]
+    assert found.measure.formula.endswith("r_j = ln(1 + x_j)")
+    rarities, seen = (1 + ids).double().log(), torch.ones(11, 11).tril()
+    with torch.no_grad(), observe(decoder, lambda look: look.weights.dense().double()) as calls:
+        decoder(ids)
+    for value, call in zip(found.value, calls, strict=True):
+        means = call.value @ rarities[0] - (seen.double() @ rarities[0]) / seen.sum(-1)
+        torch.testing.assert_close(value, means.mean(-1)[0], atol=1e-5, rtol=0)
+
+
 def test_a_survey_takes_a_measure_of_the_user():
     made = survey(llama(), words(), TEXT, measures=["sink", TWO_BACK], new_tokens=0, compare_eager=False)
     assert "two_back" in made.measures

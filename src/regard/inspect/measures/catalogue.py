@@ -253,7 +253,8 @@ MEASURES: tuple[Measure, ...] = (
         "rare_word",
         "rare words",
         "nats",
-        "mean over rows of (sum_j A[i,j] r_j / sum_j A[i,j] - mean of r_j over what row i sees), r_j = -ln p(x_j)",
+        "mean over rows of (sum_j A[i,j] r_j / sum_j A[i,j] - mean of r_j over what row i sees), r_j = -ln p(x_j) "
+        "with p by Zipf's law, an id being the rank of its token: r_j = ln(1 + x_j)",
         f"{VOITA}, §5.3, in a soft form of ours",
         "0",
         rare_word,
@@ -315,7 +316,7 @@ MEASURES: tuple[Measure, ...] = (
         "rarest_hits",
         "rarest word",
         "share",
-        "share of rows whose largest weight is on the rarest token that they see",
+        "share of rows whose largest weight is on the rarest token that they see, by r_j of rare_word",
         f"{VOITA}, §5.3",
         "mean share of such tokens among those that row i sees",
         rarest_hits,
