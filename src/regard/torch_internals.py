@@ -253,6 +253,11 @@ def without_gradient_wrappers(t: Tensor) -> Tensor:
     return t
 
 
+def is_mapped(t: Tensor) -> bool:
+    """Whether `torch.vmap` maps over the tensor, also where a derivative of `torch.func` follows it."""
+    return is_batched(without_gradient_wrappers(t))
+
+
 _is_lazy_zero: Callable[[Tensor], bool] = _find(
     "torch.Tensor._is_zerotensor",
     lambda _: False,

@@ -6,7 +6,7 @@ from torch import Tensor
 from regard.describe.tensors import is_without_data
 from regard.describe.traced import refuse_proxy
 from regard.errors import ProblemError
-from regard.torch_internals import is_batched, without_gradient_wrappers
+from regard.torch_internals import is_mapped
 
 
 def require_tensor(value: object, what: str, expected: str, *, read: bool = False) -> Tensor:
@@ -42,6 +42,6 @@ def require_tensor(value: object, what: str, expected: str, *, read: bool = Fals
                 "give a list, or create the mask outside of the traced function."
             )
         raise ProblemError(f"{what} is on {value.device}, without data: expected {expected}, with elements to read.")
-    if read and is_batched(without_gradient_wrappers(value)):
+    if read and is_mapped(value):
         raise ProblemError(f"{what} is mapped over by vmap: expected {expected}, the same for all.")
     return value

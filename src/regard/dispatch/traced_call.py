@@ -32,7 +32,7 @@ from regard.plan.checks import (
 from regard.plan.request import Request, stored_pair
 from regard.state import State
 from regard.storage.stored import StoredTensor
-from regard.torch_internals import dispatch_modes, is_batched, without_gradient_wrappers
+from regard.torch_internals import dispatch_modes, is_mapped
 from regard.wide import wide_of
 
 S = TypeVar("S", Mask, Bias)
@@ -87,7 +87,7 @@ def attend_traced(request: Request) -> State:
 def _mapped_like(q: Tensor, carried: Sequence[Tensor]) -> Tensor:
     """q, mapped over by vmap where one of the tensors is: torch does not look into a list that is optional."""
     for t in carried:
-        if is_batched(without_gradient_wrappers(t)):
+        if is_mapped(t):
             q = q + t.new_zeros((), dtype=q.dtype, device=q.device)
     return q
 

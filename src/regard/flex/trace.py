@@ -22,7 +22,7 @@ from regard.describe.mask import Positions, as_tensors
 from regard.describe.term import Captured, Constant, Op, Term, Variable
 from regard.errors import ProblemError
 from regard.flex.outside_derivatives import mapped_mask
-from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor, is_batched, without_gradient_wrappers
+from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor, is_mapped
 
 Mod = Callable[..., Tensor]
 
@@ -107,7 +107,7 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
     with torch.enable_grad(), recorder, IndexByTensor():
         result = mod(*arguments.values())
     _check_captured(recorder, "mask_mod" if score is None else "score_mod", device)
-    if isinstance(cast(object, result), Tensor) and is_batched(without_gradient_wrappers(result)):
+    if isinstance(cast(object, result), Tensor) and is_mapped(result):
         raise mapped_mask()  # inside torch.func a score_mod is not traced
     captured = tuple(tensor for tensor, _ in recorder.captured.values())
     if recorder.is_read or not isinstance(cast(object, result), Tensor):

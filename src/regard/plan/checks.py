@@ -24,9 +24,8 @@ from regard.torch_internals import (
     FakeTensor,
     FunctionalTensor,
     in_transform,
-    is_batched,
+    is_mapped,
     resolve_lazy,
-    without_gradient_wrappers,
 )
 from regard.wide import wide_of
 
@@ -165,7 +164,7 @@ def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
 
 def check_is_not_mapped(mask: Mask, t: Tensor) -> None:
     """Raise `ProblemError` if vmap maps over a tensor of the mask, or over what its `keep` returned."""
-    if is_batched(without_gradient_wrappers(t)):
+    if is_mapped(t):
         raise ProblemError(
             f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
         )
@@ -255,7 +254,7 @@ def row_offsets(offset: object, q: object) -> tuple[int, ...] | None:
         RefusalError: it is a Proxy of `torch.fx`.
     """
     refuse_proxy("offset", offset)
-    if isinstance(offset, Tensor) and is_batched(without_gradient_wrappers(offset)):
+    if isinstance(offset, Tensor) and is_mapped(offset):
         raise ProblemError(
             "offset is mapped over by vmap: an offset is the same for all; give q a batch axis and an offset for each "
             "batch row instead."

@@ -25,7 +25,7 @@ from regard.describe.serialized import deserialize
 from regard.describe.spec import Spec
 from regard.errors import ProblemError
 from regard.inspect.weights.lazy import Weights
-from regard.torch_internals import is_batched, without_gradient_wrappers
+from regard.torch_internals import is_mapped
 
 SUFFIX = ".safetensors"
 
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, call: Call, values: bool) -> "Parts":
         """The parts of a call as they are, without gradients; with `values` also its values and its output."""
-        if any(is_batched(without_gradient_wrappers(t)) for t in (call.q, call.k, call.v)):
+        if any(is_mapped(t) for t in (call.q, call.k, call.v)):
             raise ProblemError(
                 "a call inside of torch.vmap cannot be recorded: its tensors exist only while vmap maps over them. "
                 "Call attend without vmap, on tensors with a batch axis."
