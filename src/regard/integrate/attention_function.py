@@ -32,7 +32,7 @@ from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
 from regard.integrate.packed import kept_apart
 from regard.integrate.sinks import attend_with_sink, sink_of
-from regard.torch_internals import in_transform
+from regard.torch_internals import in_transform, is_mapped
 
 Stored = CachedTensor | Latents | SplitLatents
 """Keys, or values, as the attention function reads them. Latents are both at once."""
@@ -194,6 +194,8 @@ def _mask_of(
             'layers by crop(), or call reset(); else use attn_implementation="eager" for this model.'
         )
     if isinstance(given, Tensor):
+        if given.dtype == torch.bool and not is_compiling() and is_mapped(given):
+            return None, TensorBias(torch.where(given, 0.0, -torch.inf)), 0  # vmap maps over biases, not over masks
         if given.dtype == torch.bool:
             return TensorMask(given), None, 0
         if not given.is_floating_point():

@@ -3,7 +3,8 @@
 It makes a regard mask (`masks.py`), which reaches the attention of each layer as one value (`layer_mask.py`), so a plan
 made for the first layer serves them all. `generate` makes the masks outside of the step that it compiles, so they are
 regard masks there, too, and their offset is a tensor: one graph serves all steps. While torch.compile or torch.export
-traces the making of masks, the mask is the dense one of transformers: neither can trace into closures.
+traces the making of masks, the mask is the dense one of transformers: neither can trace into closures. So it is where
+`torch.vmap` maps over the padding, which differs from row to row then and cannot be read.
 """
 
 import inspect
@@ -26,6 +27,7 @@ from regard.integrate.cache_evicting import latest
 from regard.integrate.implementation import attends_by_itself, is_known_to_ask
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
+from regard.torch_internals import is_mapped
 
 _CPU = torch.device("cpu")
 """Comparing takes 0.4 us in a pass, reading `device.type` 16."""
@@ -59,7 +61,7 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; while tracing, a dense bool tensor.
+    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; a dense bool tensor while torch traces.
 
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
@@ -165,7 +167,7 @@ def sharded_masks(make: MakeMask) -> Generator[None]:
 
 
 def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None, device: torch.device | str) -> bool:
-    """Whether a mask's arguments have no values yet. `is_tracing` cannot trace a symbolic int.
+    """Whether a mask's arguments have no values yet, or several, by vmap. `is_tracing` cannot trace a symbolic int.
 
     It takes 30 us in a pass, and says the same of an int as of no tensor: whether anything is traced, or captured on a
     GPU.
@@ -174,4 +176,6 @@ def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None, device: to
         return True
     if attention_mask is None and type(q_offset) is int and device == _CPU:
         return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage] - it is documented
+    if attention_mask is not None and is_mapped(attention_mask):
+        return True
     return is_tracing(attention_mask) or (type(q_offset) is not int and is_tracing(q_offset))
