@@ -216,6 +216,28 @@ def test_a_mask_has_no_attributes_of_its_own_making():
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda row: theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(row[None])),
+        lambda row: theirs.and_masks(theirs.causal_mask_function, theirs.packed_sequence_mask_function(row[None])),
+        lambda row: theirs.and_masks(theirs.causal_mask_function, lambda b, h, q, k: row[q] == row[k]),
+    ],
+    ids=["images", "documents", "a function of a user's own"],
+)
+def test_what_vmap_maps_over_makes_a_mask_for_each_row(function: Any):
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 11, "kv_length": 11}
+    expected = [theirs.sdpa_mask(**arguments, mask_function=function(row), allow_is_causal_skip=False) for row in SPANS]
+    found = torch.vmap(lambda row: ours.mask(**arguments, mask_function=function(row)))(SPANS)
+    assert torch.equal(found, torch.stack(cast("list[Tensor]", expected)))
+
+
+def test_a_mask_that_vmap_does_not_map_over_stays_in_words():
+    made: list[LayerMask] = []
+    torch.vmap(lambda row: made.append(masked(theirs.sliding_window_causal_mask_function(4), 11, 11)) or row)(SPANS)
+    assert repr(made[0].mask) == "Causal() & Window(left=4)"
+
+
 def test_masks_are_dense_while_anything_is_traced():
     """transformers gives the same answer for an int as for no tensor, so one question is enough."""
     found: list[bool] = []

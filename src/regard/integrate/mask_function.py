@@ -3,8 +3,8 @@
 It makes a regard mask (`masks.py`), which reaches the attention of each layer as one value (`layer_mask.py`), so a plan
 made for the first layer serves them all. `generate` makes the masks outside of the step that it compiles, so they are
 regard masks there, too, and their offset is a tensor: one graph serves all steps. While torch.compile or torch.export
-traces the making of masks, the mask is the dense one of transformers: neither can trace into closures. So it is where
-`torch.vmap` maps over the padding, which differs from row to row then and cannot be read.
+traces the making of masks, the mask is the dense one of transformers: neither can trace into closures. It is dense as
+well where `torch.vmap` maps over what it is made of: `attention_function.py` makes a bias of it.
 """
 
 import inspect
@@ -19,15 +19,15 @@ from torch.compiler import is_compiling
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from regard.describe.mask import Mask
-from regard.describe.mask_by_rule import Causal
-from regard.describe.mask_by_table import TensorMask
+from regard.describe.mask import Mask, is_made_of
+from regard.describe.mask_by_rule import Causal, KeyLengths, Window
+from regard.describe.mask_by_table import Documents, TensorMask
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import latest
 from regard.integrate.implementation import attends_by_itself, is_known_to_ask
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
-from regard.torch_internals import is_mapped
+from regard.torch_internals import in_func_vmap, is_mapped
 
 _CPU = torch.device("cpu")
 """Comparing takes 0.4 us in a pass, reading `device.type` 16."""
@@ -61,7 +61,7 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; a dense bool tensor while torch traces.
+    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; in a trace or by vmap a dense bool tensor.
 
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
@@ -110,11 +110,23 @@ def mask(
     if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
         return LayerMask(Causal(), shape, q_offset - kv_offset, device, dropped=kv_offset)
     function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
-    if q_length == 1 and (step := _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)):
-        return step
-    first = int(q_offset)
-    request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
-    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask, dropped=kv_offset)
+    made = None
+    if q_length == 1:
+        made = _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)
+    if made is None:
+        first, padding = int(q_offset), attention_mask
+        request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, padding, use_vmap, device)
+        made = LayerMask(to_mask(request), shape, request.offset, device, padding, dropped=kv_offset)
+    return made.dense() if _is_mapped(made) else made
+
+
+def _is_mapped(made: LayerMask) -> bool:
+    """Whether `torch.vmap` maps over a tensor of a mask, or over one that a function of a user's own has captured."""
+    if made.mask is None or not in_func_vmap():
+        return False
+    if is_made_of(made.mask, (Causal, Window, KeyLengths, Documents, TensorMask)):
+        return any(map(is_mapped, made.mask.tensors()))
+    return is_mapped(made.dense())
 
 
 def _of_step(
@@ -167,7 +179,7 @@ def sharded_masks(make: MakeMask) -> Generator[None]:
 
 
 def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None, device: torch.device | str) -> bool:
-    """Whether a mask's arguments have no values yet, or several, by vmap. `is_tracing` cannot trace a symbolic int.
+    """Whether a mask's arguments have no values yet. `is_tracing` cannot trace a symbolic int.
 
     It takes 30 us in a pass, and says the same of an int as of no tensor: whether anything is traced, or captured on a
     GPU.
@@ -176,6 +188,4 @@ def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None, device: to
         return True
     if attention_mask is None and type(q_offset) is int and device == _CPU:
         return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage] - it is documented
-    if attention_mask is not None and is_mapped(attention_mask):
-        return True
     return is_tracing(attention_mask) or (type(q_offset) is not int and is_tracing(q_offset))

@@ -23,6 +23,7 @@ from regard.describe.mask import And, Mask, Or, is_made_of
 from regard.describe.mask_by_rule import Causal, KeyLengths, Window
 from regard.describe.mask_by_table import Documents, TensorMask
 from regard.describe.mask_function import MaskFunction
+from regard.torch_internals import is_mapped
 
 Predicate = Callable[..., Any]
 """`fn(batch, head, query, key) -> bool tensor`, on positions."""
@@ -238,6 +239,8 @@ def _padding(request: MaskRequest, mask: Mask | None) -> Mask | None:
     if request.padding is None:
         return None
     kept = real_keys(request.padding, request.keys, request.kv_offset)
+    if is_mapped(kept):  # another for each row, by vmap: it cannot be read
+        return TensorMask(kept[:, None, None, :])
     seen = kept[:, : request.offset + request.queries] if _is_causal(mask) else kept
     if bool(seen.all()):
         return None
