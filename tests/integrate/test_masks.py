@@ -5,13 +5,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import masking_utils as theirs
 
 from regard import Causal
 from regard.integrate import mask_function
 from regard.integrate import transformers as ours
+from regard.integrate.attention_function import attention
 from regard.integrate.layer_mask import LayerMask
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3], [0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 4]])
@@ -226,10 +227,17 @@ CPU = torch.device("cpu")
     ids=["images", "documents", "a function of a user's own"],
 )
 def test_what_vmap_maps_over_makes_a_mask_for_each_row(function: Any):
+    q, k, v = torch.randn(3, 1, 2, 11, 16)
     arguments: dict[str, Any] = {"batch_size": 1, "q_length": 11, "kv_length": 11}
-    expected = [theirs.sdpa_mask(**arguments, mask_function=function(row), allow_is_causal_skip=False) for row in SPANS]
-    found = torch.vmap(lambda row: ours.mask(**arguments, mask_function=function(row)))(SPANS)
-    assert torch.equal(found, torch.stack(cast("list[Tensor]", expected)))
+
+    def attended(row: Tensor) -> Tensor:
+        return attention(nn.Module(), q, k, v, ours.mask(**arguments, mask_function=function(row)), scaling=0.25)[0]
+
+    found = torch.vmap(attended)(SPANS)
+    for row, out in zip(SPANS, found, strict=True):
+        keep = theirs.sdpa_mask(**arguments, mask_function=function(row), allow_is_causal_skip=False)
+        expected = nn.functional.scaled_dot_product_attention(q, k, v, keep, scale=0.25)
+        assert torch.allclose(out, expected.transpose(1, 2), atol=1e-6)
 
 
 def test_a_mask_that_vmap_does_not_map_over_stays_in_words():

@@ -105,6 +105,20 @@ def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_eager(name: str)
     assert close(ours[real], eager[real])
 
 
+@pytest.mark.filterwarnings("ignore:.*block_sparse")
+def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_a_graph_too():
+    ids, mask = tokens(), padding("right")
+
+    def run(m: Any) -> Tensor:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda: m(ids, attention_mask=mask, use_cache=False).logits, backend="eager")
+        return compiled()[mask.bool()]
+
+    with torch.no_grad():
+        eager, ours = both("bigbird_pegasus", run)
+    assert close(ours, eager)
+
+
 def test_an_encoder_of_sounds_that_attends_by_itself_gets_the_mask_that_it_computes_with():
     sounds = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "attention_chunk_size": 4}
     sounds |= {"attention_context_left": 5, "output_proj_dims": 32, "subsampling_conv_channels": [128, 4]}

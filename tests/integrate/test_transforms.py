@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import close, model, padding, tokens
 
-NAMES = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "deepseek_v3", "bert"]
+NAMES = ["llama", "mistral", "gemma2", "gpt_oss", "llama4", "deepseek_v3", "bert", "bigbird_pegasus"]
 
 
 def row_by_row(name: str, ids: Tensor, masks: Tensor) -> Tensor:
@@ -24,6 +24,7 @@ def row_by_row(name: str, ids: Tensor, masks: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore:.*block_sparse")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch, in mixtures of experts
 def test_vmap_maps_over_rows_and_their_padding(name: str):
     def logits(row: Tensor, mask: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ def attention(
         and type(query) is type(key) is type(value) is Tensor
         and s_aux is sinks is position_bias is indices is None
         and not (output_attentions or is_dynamo_compiling() or (dropout and module.training))
+        and not attention_mask.is_mapped
         and (not kwargs or kwargs.keys() <= WITHOUT_EFFECT.keys())
         and not (latest.get() or current_observers.get() or current_route.get() or _collector.get())
     ):  # most calls
@@ -184,20 +185,20 @@ def _mask_of(
     """(mask, bias, position of the first query) of what transformers passes as the mask."""
     if isinstance(given, LayerMask):
         rows, columns = given.shape[2:]
+        if given.is_mapped and (rows, columns) == (queries, keys):
+            return *_of_bools(given.dense()), 0
         if given.mask is None or (rows, columns) == (queries, keys):  # None: of an encoder, however many keys it has
             return given.mask, None, given.offset_tensor if torch.compiler.is_compiling() else given.offset
         if rows in (1, queries) and columns in (1, keys):  # MiniMax's mask of one key broadcasts, as a tensor would
-            return TensorMask(given.dense()), None, 0
+            return *_of_bools(given.dense()), 0
         raise ProblemError(
             f"the mask is for {rows} queries and {columns} keys, and {type(module).__name__} has {queries} and {keys}: "
             "other keys than its cache announced. If a call with this cache failed before, remove its tokens from all "
             'layers by crop(), or call reset(); else use attn_implementation="eager" for this model.'
         )
     if isinstance(given, Tensor):
-        if given.dtype == torch.bool and not is_compiling() and is_mapped(given):
-            return None, TensorBias(torch.where(given, 0.0, -torch.inf)), 0  # vmap maps over biases, not over masks
         if given.dtype == torch.bool:
-            return TensorMask(given), None, 0
+            return *_of_bools(given), 0
         if not given.is_floating_point():
             raise ProblemError(
                 f"attention_mask is {given.dtype} {list(given.shape)}: a mask of four dimensions is bool (True keeps) "
@@ -206,6 +207,13 @@ def _mask_of(
         return None, TensorBias(given), 0
     # Without a mask the first query is at the first key, also where a static cache returns slots of future tokens.
     return (Causal() if _is_causal(module, is_causal) and queries > 1 else None), None, 0
+
+
+def _of_bools(keep: Tensor) -> tuple[Mask | None, Bias | None]:
+    """(mask, bias) of a table: a bias where `torch.vmap` maps over it, as a mask is the same for all rows."""
+    if not is_compiling() and is_mapped(keep):
+        return None, TensorBias(torch.where(keep, 0.0, -torch.inf))
+    return TensorMask(keep), None
 
 
 def _is_causal(module: nn.Module, said: bool | None) -> bool:

@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import masking_utils
 
-from regard.describe.mask import And, Mask, Not, Or
-from regard.describe.mask_by_rule import Causal, KeyLengths
+from regard.describe.mask import And, Mask, Not, Or, is_made_of
+from regard.describe.mask_by_rule import Causal, KeyLengths, Window
 from regard.describe.mask_by_table import Documents, TensorMask
 from regard.errors import RefusalError
 from regard.integrate.layer_call import KnownCall
 from regard.integrate.lazy import DenseOnUse
+from regard.torch_internals import in_func_vmap, is_mapped
 
 _ADDITIONS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__})
 
@@ -52,6 +53,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
         known: the call of a layer under this mask, for the layers after it: see `regard.integrate.layer_call`.
         packed: what `within` returned last, and for which ids.
+        is_mapped: whether `torch.vmap` maps over it: it is another mask for each row then, and cannot be read.
         packed_by: the same for the numbers of `regard.integrate.packed.kept_apart`, with their versions and sizes.
 
     ```
@@ -88,6 +90,13 @@ class LayerMask(DenseOnUse, _BlockMask):
         self.known: KnownCall | None = None
         self.packed: tuple[Tensor, LayerMask] | None = None
         self.packed_by: tuple[Tensor, Tensor, object, LayerMask] | None = None
+        self.is_mapped = mask is not None and in_func_vmap() and self._is_mapped(mask)
+
+    def _is_mapped(self, mask: Mask) -> bool:
+        """Whether it contains a tensor that is mapped over, or a function of a user's own that has captured one."""
+        if is_made_of(mask, (Causal, Window, KeyLengths, Documents, TensorMask)):
+            return any(map(is_mapped, mask.tensors()))
+        return is_mapped(self.dense())
 
     @property
     def mask_by_rule(self) -> Mask | None:
@@ -202,7 +211,7 @@ class LayerMask(DenseOnUse, _BlockMask):
     def _added(self, dtype: torch.dtype) -> Tensor:
         """What eager attention adds to scores."""
         kept = self.dense()
-        return torch.zeros(kept.shape, dtype=dtype, device=kept.device).masked_fill_(~kept, torch.finfo(dtype).min)
+        return torch.zeros(kept.shape, dtype=dtype, device=kept.device).masked_fill(~kept, torch.finfo(dtype).min)
 
     def __repr__(self) -> str:
         return f"LayerMask({self.mask!r}, shape={self.call}, offset={self.offset})"

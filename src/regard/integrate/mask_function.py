@@ -3,8 +3,7 @@
 It makes a regard mask (`masks.py`), which reaches the attention of each layer as one value (`layer_mask.py`), so a plan
 made for the first layer serves them all. `generate` makes the masks outside of the step that it compiles, so they are
 regard masks there, too, and their offset is a tensor: one graph serves all steps. While torch.compile or torch.export
-traces the making of masks, the mask is the dense one of transformers: neither can trace into closures. It is dense as
-well where `torch.vmap` maps over what it is made of: `attention_function.py` makes a bias of it.
+traces the making of masks, the mask is the dense one of transformers: neither can trace into closures.
 """
 
 import inspect
@@ -19,15 +18,14 @@ from torch.compiler import is_compiling
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from regard.describe.mask import Mask, is_made_of
-from regard.describe.mask_by_rule import Causal, KeyLengths, Window
-from regard.describe.mask_by_table import Documents, TensorMask
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal
+from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import latest
 from regard.integrate.implementation import attends_by_itself, is_known_to_ask
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
-from regard.torch_internals import in_func_vmap, is_mapped
 
 _CPU = torch.device("cpu")
 """Comparing takes 0.4 us in a pass, reading `device.type` 16."""
@@ -48,6 +46,11 @@ and -inf, the router of NLLB-MoE finds padding by its mask, and the audio encode
 Informer attend by themselves. They get no mask where eager has none: Informer's would not fit its halved encoder."""
 
 
+ADD_THEIR_MASK = frozenset({"bigbird_pegasus", "git"})
+"""Models whose own attention adds the mask to its scores. While torch traces they get the floats of eager attention:
+there, no `LayerMask` turns into floats when it is added, and a bool would add 1."""
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -61,7 +64,7 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; in a trace or by vmap a dense bool tensor.
+    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; while tracing, a dense bool tensor.
 
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
@@ -97,7 +100,10 @@ def mask(
             )
         function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
         return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
-    if make_dense is not None or _is_traced(q_offset, attention_mask, device):
+    is_traced = make_dense is None and _is_traced(q_offset, attention_mask, device)
+    if is_traced and getattr(config, "model_type", "") in ADD_THEIR_MASK:
+        make_dense = eager_mask
+    if make_dense is not None or is_traced:
         called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
         called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
         if mask_function is not None:
@@ -110,23 +116,11 @@ def mask(
     if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
         return LayerMask(Causal(), shape, q_offset - kv_offset, device, dropped=kv_offset)
     function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
-    made = None
-    if q_length == 1:
-        made = _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)
-    if made is None:
-        first, padding = int(q_offset), attention_mask
-        request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, padding, use_vmap, device)
-        made = LayerMask(to_mask(request), shape, request.offset, device, padding, dropped=kv_offset)
-    return made.dense() if _is_mapped(made) else made
-
-
-def _is_mapped(made: LayerMask) -> bool:
-    """Whether `torch.vmap` maps over a tensor of a mask, or over one that a function of a user's own has captured."""
-    if made.mask is None or not in_func_vmap():
-        return False
-    if is_made_of(made.mask, (Causal, Window, KeyLengths, Documents, TensorMask)):
-        return any(map(is_mapped, made.mask.tensors()))
-    return is_mapped(made.dense())
+    if q_length == 1 and (step := _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)):
+        return step
+    first = int(q_offset)
+    request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
+    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask, dropped=kv_offset)
 
 
 def _of_step(
