@@ -66,6 +66,8 @@ def mask(
 ) -> Any:
     """The mask of one forward pass, for all layers of a kind: a `LayerMask`; while tracing, a dense bool tensor.
 
+    In a trace, models of `ADD_THEIR_MASK` get floats.
+
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
 
