@@ -1,5 +1,7 @@
 """How alike the tokens of each layer are, in a model as it is and without its skip connections and MLPs."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -146,7 +148,7 @@ def test_branches_side_by_side_run_as_composed_by_hand():
 
 def test_branches_side_by_side_are_found_in_float64():
     """A block and the comparison may add in different orders, and both round."""
-    model, ids = zoo.model("gpt_neox").double(), zoo.tokens(rows=7, length=61)
+    model, ids = copy.deepcopy(zoo.model("gpt_neox")).double(), zoo.tokens(rows=7, length=61)
     use_regard(model)
     found = rank_collapse(model, lambda: model(ids), variants=["without both"])
     assert found.modules == ("gpt_neox.layers.0", "gpt_neox.layers.1")
