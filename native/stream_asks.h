@@ -106,12 +106,12 @@ struct StreamAsks {
 
     // Asks for a part of what is read later, while row r of the block that begins with token `first` is weighed: a few
     // lines, or they would find no place. `has_next`: keys of a next span are known, of which only these and what `add`
-    // asks for come in time.
+    // asks for come in time. Addresses are known of whole sixteens (`distance`), perhaps not of the last share.
     void ask(const Sixteens &values, int64_t first, int r, bool has_next) const {
         if (how == Asks::all) return ask_all(values, first / EACH, AHEAD + r * OF_ROW, OF_ROW);
         if (!has_next || r || how == Asks::places) return;
-        const int64_t share = (how == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
-        ask_all(values, values.count, first / BLOCK * share, share);
+        const int64_t share = (how == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK), behind = first / BLOCK * share;
+        if (behind < of_values.sixteens * values.bytes) ask_all(values, values.count, behind, share);
     }
 
     // What sixteen n of a block asks for; at: the block's, then those behind it. Where nothing is known of these, lines
