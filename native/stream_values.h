@@ -108,7 +108,7 @@ struct StreamValues {
         }
     }
 
-    // Those from j on, by so many vectors of dims at a time that sums stay in 8 registers; then by what is left.
+    // Tokens j to j + 31: N vectors of dims at a time, so that sums stay in 8 registers; then the dims that are left.
     template <typename By>
     REGARD_INLINE void add_32(const char *const *values, int j, const Unit *weights, T *out) const {
         constexpr int N = 8 / (By::rows == 3 ? 4 : By::rows);

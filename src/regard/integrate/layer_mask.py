@@ -53,8 +53,8 @@ class LayerMask(DenseOnUse, _BlockMask):
         offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
         known: the call of a layer under this mask, for the layers after it: see `regard.integrate.layer_call`.
         packed: what `within` returned last, and for which ids.
-        is_mapped: whether `torch.vmap` maps over it: it is another mask for each row then, and cannot be read.
         packed_by: the same for the numbers of `regard.integrate.packed.kept_apart`, with their versions and sizes.
+        is_mapped: whether `torch.vmap` maps over it: it is another mask for each row then, and cannot be read.
 
     ```
     >>> from regard import Causal
