@@ -234,17 +234,14 @@ class Fp8Scores {
             }
     }
 
-    // Whether some code is NaN, of these tokens or of others in their tiles.
+    // Whether some code is NaN, of these tokens or of others in their tile; two tiles are the halves of one.
     template <int G>
     bool has_nan(const CodedTile (&tile)[G]) const {
-        const bool beside = G == 2 && tile[G - 1].codes == tile[0].codes + W;
         NanCodes nan;
-        for (int g = 0; g < (beside ? 1 : G); ++g) {
-            const uint8_t *at = tile[g].codes;  // perhaps of the upper half of a channel
-            int64_t c = 0;
-            for (; c + 3 <= dim; c += 2, at += 2 * TOKENS) nan.look32(at);
-            for (; c < dim; ++c, at += TOKENS) beside ? nan.look16(at) : nan.look8(at);
-        }
+        const uint8_t *at = tile[0].codes;  // perhaps of the upper half of a channel
+        int64_t c = 0;
+        for (; c + 3 <= dim; c += 2, at += 2 * TOKENS) nan.look32(at);
+        for (; c < dim; ++c, at += TOKENS) G == 2 ? nan.look16(at) : nan.look8(at);
         return nan.found();
     }
 
