@@ -105,8 +105,9 @@ def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_eager(name: str)
     assert close(ours[real], eager[real])
 
 
+@pytest.mark.parametrize("name", ["bigbird_pegasus", "git"])
 @pytest.mark.filterwarnings("ignore:.*block_sparse")
-def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_a_graph_too():
+def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_a_graph_too(name: str):
     ids, mask = tokens(), padding("right")
 
     def run(m: Any) -> Tensor:
@@ -115,7 +116,7 @@ def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_a_graph_too():
         return compiled()[mask.bool()]
 
     with torch.no_grad():
-        eager, ours = both("bigbird_pegasus", run)
+        eager, ours = both(name, run)
     assert close(ours, eager)
 
 

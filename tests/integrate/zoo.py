@@ -107,6 +107,11 @@ ADDING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bigbird_pegasus": (  # adds the mask to the scores of its encoder
         "BigBirdPegasusConfig", "BigBirdPegasusForConditionalGeneration", _BART | {"decoder_start_token_id": 2},
     ),
+    "git": (  # adds the mask to all scores
+        "GitConfig", "GitForCausalLM",
+        _SIZES | {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+                    | {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}},
+    ),
     "deepseek_v4": (  # joins the mask and a bias of 0 and -inf
         "DeepseekV4Config", "DeepseekV4ForCausalLM",
         _GROUPED | {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 24, "moe_intermediate_size": 8}
