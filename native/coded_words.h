@@ -41,7 +41,7 @@ class CodedValues : public CodedSegment {
 
     // ---- weights ---------------------------------------------------------------------------------------------------
 
-    // R rows of weights times the scales of a group of dims, in fixed point.
+    // R rows of weights times the scales of a group of dims, in fixed point. Members are copied, as in CodedScores.
     template <int R, bool masked, bool has_low>
     __attribute__((noinline)) void write_group(int r, int64_t g, Fixed &fixed) {
         const int groups_of_tokens = count;

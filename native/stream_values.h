@@ -124,13 +124,23 @@ struct StreamValues {
     REGARD_INLINE void add_dims_of_32(const char *const *values, int j, int64_t d, const Unit *weights, T *to) const {
         constexpr int R = By::rows;
         V sum[R][N];
+        take_sums(to, sum);
+        if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
+        for (int half = 0; half < 2; ++half) add_tokens<By>(values, j / EACH + half, d, weights + half * EACH, sum);
+        if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
+        put_sums(sum, to);
+    }
+
+    // R rows of outputs from `to` on.
+    template <int R, int N>
+    REGARD_INLINE void take_sums(const T *to, V (&sum)[R][N]) const {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) sum[r][n] = load(to + r * width + n * W);
-        if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
-        for (int half = 0; half < 2; ++half) add_tokens<By>(values, j / EACH + half, d, weights + half * EACH, sum);
-        if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
+    }
+    template <int R, int N>
+    REGARD_INLINE void put_sums(const V (&sum)[R][N], T *to) const {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -192,10 +202,7 @@ struct StreamValues {
     __attribute__((noinline)) void add_dims(const char *const *values, int each, const Unit *weights, T *out) const {
         constexpr int R = By::rows;
         V sum[R][N];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) sum[r][n] = load(out + r * width + n * W);
+        take_sums(out, sum);
         if constexpr (K::pairs) part_quarters(sum);
         constexpr int64_t token = N * W * int64_t(sizeof(S)), step = P::pair * token;
         for (int j = 0; j < BLOCK;) {
@@ -207,10 +214,7 @@ struct StreamValues {
             }
         }
         if constexpr (K::pairs) join_quarters(sum);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) store(out + r * width + n * W, sum[r][n]);
+        put_sums(sum, out);
     }
 
     // The sums of a value, or of two that are a pair.

@@ -46,6 +46,7 @@ from regard.integrate.attention_function import attention
 from regard.integrate.continuous import continuous_batching
 from regard.integrate.implementation import attends_by_itself
 from regard.integrate.layer_mask import LayerMask
+from regard.integrate.mask_function import ADD_THEIR_MASK
 from regard.integrate.switch_implementation import with_implementation
 from regard.integrate.transformers import check_model, register, use_regard
 from tests.integrate.zoo import (
@@ -105,7 +106,7 @@ def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_eager(name: str)
     assert close(ours[real], eager[real])
 
 
-@pytest.mark.parametrize("name", ["bigbird_pegasus", "git"])
+@pytest.mark.parametrize("name", sorted(ADD_THEIR_MASK))
 @pytest.mark.filterwarnings("ignore:.*block_sparse")
 def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_a_graph_too(name: str):
     ids, mask = tokens(), padding("right")
