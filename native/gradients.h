@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.h"
+#include "kernels.h"
 
 namespace regard {
 namespace REGARD_ISA {

@@ -1,27 +1,45 @@
-// One instruction set's kernels. CMakeLists.txt compiles this file once for each, with REGARD_ISA naming its namespace
-// and REGARD_KERNELS its table.
-#include "kernels.h"
-
-#include "gradients.h"
+// One instruction set's kernels: its table, statistics of weights, and linear attention. CMakeLists.txt compiles this
+// file, and those of the other passes (set.h), once for each set, with REGARD_ISA naming its namespace and
+// REGARD_KERNELS its table.
 #include "limits.h"
 #include "linear.h"
-#include "pass.h"
+#include "set.h"
 #include "sweep.h"
 
 namespace regard {
 namespace REGARD_ISA {
 namespace {
 
-#if defined(REGARD_PAIRS)
-using ProductOfBf16 = Pairs;
-#else
-using ProductOfBf16 = Fused<float>;
-#endif
+const ForwardKernels &forward_of(const regard_call &c) {
+    switch (c.dtype) {
+        case REGARD_F64:
+            return forward_f64;
+        case REGARD_F32:
+            return forward_f32;
+        case REGARD_F16:
+            return forward_f16;
+        default:
+            return forward_bf16;
+    }
+}
 
-// work(Kind) for the dtype of the call; Bf16: its product of bf16.
-template <typename Result, typename Bf16 = ProductOfBf16, typename Work>
-REGARD_INLINE Result by_kind(int64_t dtype, Work work) {
-    switch (dtype) {
+int64_t forward_units(const regard_call &c, int half) { return forward_of(c).units(c, half); }
+
+regard_status forward(const regard_call &c, int half, int64_t unit, char *shared, char *scratch) {
+    return forward_of(c).run(c, half, unit, shared, scratch);
+}
+
+int64_t backward_units(const regard_gradient &g, int half) { return gradients.units(g, half); }
+
+regard_status backward(const regard_gradient &g, int half, int64_t unit, int64_t &done, const Pause &pause,
+                       char *shared, char *scratch) {
+    return gradients.run(g, half, unit, done, pause, shared, scratch);
+}
+
+// work(Kind) for the type of the call. Products of bf16 are those of float32.
+template <typename Result, typename Work>
+REGARD_INLINE Result sweep_by_kind(const regard_sweep &s, Work work) {
+    switch (s.call.dtype) {
         case REGARD_F64:
             return work(Kind<double, Fused<double>>{});
         case REGARD_F32:
@@ -29,41 +47,15 @@ REGARD_INLINE Result by_kind(int64_t dtype, Work work) {
         case REGARD_F16:
             return work(Kind<f16, Fused<float>>{});
         default:
-            return work(Kind<bf16, Bf16>{});
+            return work(Kind<bf16, Fused<float>>{});
     }
-}
-
-// The same for its gradients.
-template <typename Result, typename Work>
-REGARD_INLINE Result by_gradient_kind(const regard_gradient &g, Work work) {
-    const int64_t dtype = g.call.dtype;
-    return Division(g.call).small ? by_kind<Result, Fused<float>>(dtype, work) : by_kind<Result>(dtype, work);
-}
-
-int64_t forward_units(const regard_call &c, int half) {
-    return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).units(half); });
-}
-
-regard_status forward(const regard_call &c, int half, int64_t unit, char *shared, char *scratch) {
-    return by_kind<regard_status>(
-        c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).run(half, unit, shared, scratch); });
-}
-
-int64_t backward_units(const regard_gradient &g, int half) { return gradient_units(g, half); }
-
-regard_status backward(const regard_gradient &g, int half, int64_t unit, int64_t &done, const Pause &pause,
-                       char *shared, char *scratch) {
-    return by_gradient_kind<regard_status>(g, [&](auto kind) {
-        Gradients<decltype(kind)> gradients(g, shared, scratch);
-        return half ? gradients.second(unit, done, pause) : gradients.first(unit, done, pause);
-    });
 }
 
 int64_t sweep_units(const regard_sweep &s, int half) { return SweepCut(s).units(half); }
 
 regard_status sweep(const regard_sweep &s, int half, int64_t unit, int64_t &done, const Pause &pause, char *shared,
                     char *scratch) {
-    return by_kind<regard_status, Fused<float>>(s.call.dtype, [&](auto kind) {
+    return sweep_by_kind<regard_status>(s, [&](auto kind) {
         Sweep<decltype(kind)> sweep(s, shared, scratch);
         return half ? sweep.segment.merge(unit) : sweep.run(unit, done, pause);
     });
@@ -71,15 +63,13 @@ regard_status sweep(const regard_sweep &s, int half, int64_t unit, int64_t &done
 
 int64_t shared(const regard_call &c, const regard_gradient *g) {
     if (const regard_sweep *s = sweep_of(c)) return SweepCut(*s).shared();
-    if (g) return by_gradient_kind<int64_t>(*g, [&](auto kind) { return Gradients<decltype(kind)>::shared_bytes(*g); });
-    return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).shared(); });
+    return g ? gradients.shared(*g) : forward_of(c).shared(c);
 }
 
 int64_t scratch(const regard_call &c, const regard_gradient *g) {
     if (const regard_sweep *s = sweep_of(c))
-        return by_kind<int64_t, Fused<float>>(c.dtype, [&](auto kind) { return Sweep<decltype(kind)>::bytes(*s); });
-    if (g) return by_gradient_kind<int64_t>(*g, [&](auto kind) { return Backward<decltype(kind)>::bytes(*g); });
-    return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).scratch(); });
+        return sweep_by_kind<int64_t>(*s, [&](auto kind) { return Sweep<decltype(kind)>::bytes(*s); });
+    return g ? gradients.scratch(*g) : forward_of(c).scratch(c);
 }
 
 template <typename Stored>

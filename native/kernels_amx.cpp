@@ -5,17 +5,16 @@
 // Calls with few query rows are computed here too, so that a row has the same bits in a prompt and in decoding: up to
 // four rows make the sums of tiles by vectors (chains.h). Few rows over quantised keys or values, and gradients with
 // products in float32 (division.h), go to the row avx512bf16.
-#include "kernels.h"
-
 #include "gradients.h"
 #include "pass.h"
+#include "set.h"
 
 namespace regard {
 namespace REGARD_ISA {
 namespace {
 
-using Own = ForwardPass<Kind<bf16, Tiled>>;
-using FewRows = ForwardPass<Kind<bf16, Chained>, true>;
+constexpr ForwardKernels in_tiles = forward_kernels<ForwardPass<Kind<bf16, Tiled>>>();
+constexpr ForwardKernels in_chains = forward_kernels<ForwardPass<Kind<bf16, Chained>, true>>();
 using OwnGradients = Gradients<Kind<bf16, Tiled>>;
 
 constexpr int64_t CHAINED_ROWS = 4;  // at most; more take less time in tiles
@@ -26,58 +25,41 @@ bool has_codes(const Parts &parts) {
     return false;
 }
 
-enum class Way { borrowed, chains, tiles };
-
-Way way(const regard_call &c) {
-    if (c.dtype != REGARD_BF16 || sweep_of(c)) return Way::borrowed;
+// What computes a call here; null where avx512bf16 does.
+const ForwardKernels *own(const regard_call &c) {
+    if (c.dtype != REGARD_BF16 || sweep_of(c)) return nullptr;
     const Cut cut(c);
-    if (!cut.rows) return Way::tiles;
-    if (has_codes(keys_of(c)) || has_codes(values_of(c))) return Way::borrowed;
-    return cut.at_once * c.queries <= CHAINED_ROWS ? Way::chains : Way::tiles;
+    if (!cut.rows) return &in_tiles;
+    if (has_codes(keys_of(c)) || has_codes(values_of(c))) return nullptr;
+    return cut.at_once * c.queries <= CHAINED_ROWS ? &in_chains : &in_tiles;
 }
 
 // Gradients of few rows and keys are products of float32.
 bool is_own(const regard_gradient &g) { return g.call.dtype == REGARD_BF16 && !Division(g.call).small; }
 
-// own(pass) for a call that is computed here, else borrowed().
-template <typename Work, typename Borrowed>
-int64_t by_way(const regard_call &c, Work own, Borrowed borrowed) {
-    switch (way(c)) {
-        case Way::tiles:
-            return own(Own(c));
-        case Way::chains:
-            return own(FewRows(c));
-        default:
-            return borrowed();
-    }
-}
-
 int64_t shared(const regard_call &c, const regard_gradient *g) {
     if (g) return is_own(*g) ? OwnGradients::shared_bytes(*g) : avx512bf16.shared(c, g);
-    return by_way(c, [](const auto &pass) { return pass.shared(); }, [&] { return avx512bf16.shared(c, g); });
+    const ForwardKernels *kernels = own(c);
+    return kernels ? kernels->shared(c) : avx512bf16.shared(c, g);
 }
 
 int64_t scratch(const regard_call &c, const regard_gradient *g) {
     if (g) return is_own(*g) ? Backward<Kind<bf16, Tiled>>::bytes(*g) : avx512bf16.scratch(c, g);
-    return by_way(c, [](const auto &pass) { return pass.scratch(); }, [&] { return avx512bf16.scratch(c, g); });
+    const ForwardKernels *kernels = own(c);
+    return kernels ? kernels->scratch(c) : avx512bf16.scratch(c, g);
 }
 
 int64_t forward_units(const regard_call &c, int half) {
-    return by_way(
-        c, [&](const auto &pass) { return pass.units(half); }, [&] { return avx512bf16.forward_units(c, half); });
+    const ForwardKernels *kernels = own(c);
+    return kernels ? kernels->units(c, half) : avx512bf16.forward_units(c, half);
 }
 
 regard_status forward(const regard_call &c, int half, int64_t unit, char *shared, char *scratch) {
-    switch (way(c)) {
-        case Way::tiles: {
-            const Tiles tiles;
-            return Own(c).run(half, unit, shared, scratch);
-        }
-        case Way::chains:
-            return FewRows(c).run(half, unit, shared, scratch);
-        default:
-            return avx512bf16.forward(c, half, unit, shared, scratch);
-    }
+    const ForwardKernels *kernels = own(c);
+    if (!kernels) return avx512bf16.forward(c, half, unit, shared, scratch);
+    if (kernels == &in_chains) return in_chains.run(c, half, unit, shared, scratch);
+    const Tiles tiles;
+    return in_tiles.run(c, half, unit, shared, scratch);
 }
 
 int64_t backward_units(const regard_gradient &g, int half) { return avx512bf16.backward_units(g, half); }

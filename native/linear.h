@@ -18,6 +18,7 @@
 // of them: what each adds to S; the sum before each; the rows of each. The same sums in the same order: the same bits.
 #pragma once
 
+#include "kernels.h"
 #include "linear_rows.h"
 
 namespace regard {

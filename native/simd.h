@@ -1,6 +1,6 @@
 // The vocabulary of vectors that kernels are written in, once for each instruction set.
 //
-// kernels.cpp is compiled once per instruction set, with that set's flags and with REGARD_ISA naming a namespace; so
+// Kernels are compiled once per instruction set, with that set's flags and with REGARD_ISA naming a namespace; so
 // everything that a kernel uses lives in that namespace and is compiled for it. Nothing from the standard library that
 // could be emitted as a shared symbol may be used here: the linker would keep one copy of it, perhaps the newest.
 //

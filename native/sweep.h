@@ -11,6 +11,7 @@
 #pragma once
 
 #include "forward_scores.h"
+#include "kernels.h"
 #include "sweep_segments.h"
 
 namespace regard {

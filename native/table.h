@@ -1,4 +1,4 @@
-// The table of the kernels of one instruction set, with which kernels.cpp and kernels_vnni.cpp end.
+// The table of the kernels of one instruction set, with which kernels.cpp, kernels_vnni.cpp and kernels_amx.cpp end.
 #pragma once
 
 namespace regard {

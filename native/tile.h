@@ -57,6 +57,9 @@ struct Pairs {
     }
     static REGARD_INLINE F madd(U a, U b, F c) { return dot_pairs(a, b, c); }
 };
+using ProductOfBf16 = Pairs;
+#else
+using ProductOfBf16 = Fused<float>;
 #endif
 #if defined(REGARD_TILES)
 // The sums of tiles by vectors, for few rows: chains.h.

@@ -20,29 +20,24 @@ for needed in aarch64-linux-gnu-g++ qemu-aarch64 c++; do
 done
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
-flags="-std=c++17 -fPIC -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -fno-trapping-math"
+flags="-std=c++17 -fPIC -O2 -Wall -Wextra -Werror -fvisibility=hidden"
 
-# arm OUTPUT ARGS...: compiles for 64-bit ARM, with the options of CMakeLists.txt.
-arm() {
-    # shellcheck disable=SC2086
-    aarch64-linux-gnu-g++ $flags -fvisibility=hidden -Wno-maybe-uninitialized -Wno-uninitialized "${@:2}" -o "$place/$1"
+# The library, as CMakeLists.txt builds it.
+library() {
+    export PATH="$venv/bin:$PATH" REGARD_ISAS=all
+    cmake -S . -B "$place/build" -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+        -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CXX_FLAGS=-Werror &&
+        cmake --build "$place/build"
 }
 
-# kernels ISA LEVEL: native/kernels.cpp for it.
-kernels() { arm "$1.o" "$2" -DREGARD_ISA="isa_$1" -DREGARD_KERNELS="$1" -c native/kernels.cpp; }
-
-kernels neon -O3 &
-neon=$!
-kernels portable -O1 &  # the same source for the same processor: compiled and linked, not tested
-portable=$!
+if ! built=$(library 2>&1); then
+    printf '%s\n' "$built"
+    exit 1
+fi
 # shellcheck disable=SC2086
-c++ $flags -O2 -fvisibility=hidden -shared tests/arm/relay.cpp -o "$place/relay.so" -ldl -lpthread
-arm machine -O2 -rdynamic tests/arm/machine.cpp -ldl -lpthread
-wait "$portable"
-wait "$neon"
-sources=$(sed -n 's/^add_library(regard MODULE \(.*\))$/\1/p' CMakeLists.txt)
+c++ $flags -shared tests/arm/relay.cpp -o "$place/relay.so" -ldl -lpthread
 # shellcheck disable=SC2086
-arm libregard.so -O2 -shared -Wl,--no-undefined -DREGARD_WITH_NEON=1 $sources "$place"/{neon,portable}.o -ldl -lpthread
+aarch64-linux-gnu-g++ $flags -rdynamic tests/arm/machine.cpp -o "$place/machine" -ldl -lpthread
 
 cat >"$place/relayed.py" <<PYTHON
 from regard import native
@@ -55,5 +50,5 @@ left_out="decoding_gives_the_bits or far_strides"
     tests/native/test_{kernels,gradients,dropout,own_bias,large_scores,sweep,conformance,storage}.py \
     -k "(chosen or neon) and not ($left_out)" --numprocesses 2 --quiet
 REGARD_PLAIN=$("$venv/bin/python" -c 'from regard import native; print(native._find())')
-export REGARD_PLAIN REGARD_MACHINE="exec qemu-aarch64 -L /usr/aarch64-linux-gnu $place/machine $place/libregard.so"
+export REGARD_PLAIN REGARD_MACHINE="exec qemu-aarch64 -L /usr/aarch64-linux-gnu $place/machine $place/build/libregard.so"
 PYTHONPATH="$place" OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest --long -p relayed -p no:cacheprovider "$@"

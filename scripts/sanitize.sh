@@ -32,20 +32,25 @@ flags() {
     fi
 }
 
-# source_of ISA: the file that CMakeLists.txt compiles for it.
-source_of() {
-    case $1 in
-        avx512vnni) echo native/kernels_vnni.cpp ;;
-        amx) echo native/kernels_amx.cpp ;;
-        *) echo native/kernels.cpp ;;
-    esac
+# compile ISA SOURCE FLAGS...: one file of its kernels.
+compile() {
+    # shellcheck disable=SC2086
+    "$compiler" $common -DREGARD_ISA="isa_$1" -DREGARD_KERNELS="$1" -fno-math-errno -fno-trapping-math "${@:3}" \
+        -c "$2" -o "$place/$1_$(basename "$2" .cpp).o"
 }
+export -f compile
+export compiler common place
 
-# kernels ISA FLAGS...: its kernels.
+# kernels ISA: a line for each file that CMakeLists.txt compiles for it.
 kernels() {
-    # shellcheck disable=SC2046,SC2086
-    "$compiler" $common -DREGARD_ISA="isa_$1" -DREGARD_KERNELS="$1" -fno-math-errno -fno-trapping-math $(flags "$1") "${@:2}" \
-        -c "$(source_of "$1")" -o "$place/kernels_$1.o"
+    local which="-v vnni\|amx" more="" source
+    case $1 in avx512vnni | amx) which=${1#avx512} ;; esac
+    # Other sets have vectors by hand: the checks of undefined operations would take minutes to compile.
+    [ "$1" != portable ] || more=-fsanitize=undefined
+    # shellcheck disable=SC2086
+    for source in $(sed -n 's/^    set(sources \(.*\))$/\1/p' CMakeLists.txt | tr ' ' '\n' | grep $which); do
+        echo "$1 $source $(flags "$1") $more -fno-lto"
+    done
 }
 
 case $best in
@@ -54,14 +59,11 @@ case $best in
     avx512bf16 | amx) sets="avx512bf16 amx" ;;
     *) sets=$best ;;
 esac
-kernels portable -fsanitize=undefined &
-portable=$!
 built=
-for isa in $sets; do
-    kernels "$isa" # vectors by hand: the checks of undefined operations would take minutes to compile
-    built="$built -DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$isa")=1"
-done
-wait $portable
+for isa in $sets; do built="$built -DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$isa")=1"; done
+for isa in portable $sets; do kernels "$isa"; done |
+    # shellcheck disable=SC2016
+    xargs -P "$(nproc)" -L 1 bash -c 'compile "$@"' compile
 # shellcheck disable=SC2086
 "$compiler" $common -fsanitize=undefined -shared $built -DREGARD_TILES_IN_MEMORY=1 \
     native/{abi,caches,check,detect,limits,linear,listing,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
