@@ -25,9 +25,10 @@ flags="-std=c++17 -fPIC -O2 -Wall -Wextra -Werror -fvisibility=hidden"
 # The library, as CMakeLists.txt builds it.
 library() {
     export PATH="$venv/bin:$PATH" REGARD_ISAS=all
-    cmake -S . -B "$place/build" -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+    ! command -v ninja >/dev/null || export CMAKE_GENERATOR=Ninja
+    cmake -S . -B "$place/build" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
         -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CXX_FLAGS=-Werror &&
-        cmake --build "$place/build"
+        cmake --build "$place/build" --parallel "$(nproc)"
 }
 
 if ! built=$(library 2>&1); then
