@@ -273,9 +273,9 @@ _ONE = [
 FIXED = Section(
     "Cost of a call before it computes",
     "One query of 8 heads against 64 keys on one thread, which is next to nothing to compute. The plan is known from "
-    "an earlier call of the same sizes, types and masks, or it is new: made once, for all layers of a model, and in "
-    "decoding once a step, as there is one key more. `cost` is the time with a new plan by that with a known one, in "
-    "the same rounds. The schedule in the plan of a long prompt takes longer ([schedules](../schedules.md)).",
+    "an earlier call of the same sizes, types and masks, or it is new: made once for all layers of a model, and in "
+    "decoding not again for one key more. `cost` is the time with a new plan by that with a known one, in the same "
+    "rounds. The schedule in the plan of a long prompt takes longer ([schedules](../schedules.md)).",
     (
         *(Row(case, {F32: Goal(microseconds=12)}, dtypes=(F32,)) for case in _ONE),
         *(Row(replace(case, name=f"{case.name}, a new plan", new_plan=True), {}, case, (F32,)) for case in _ONE),

@@ -74,7 +74,7 @@ def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     covered, at = _covered_and_mixed(intervals, grid)
     row, column = np.divmod(at, grid.across)
     if not len(at):
-        return _make_schedule(grid, covered, row, column, [])
+        return schedule_of(grid, covered, row, column, [])
     m, t = np.divmod(row, grid.down)
     cells = Cells(m, t * grid.tile, column * grid.tile)
     bits = draw_tiles(intervals, grid, cells) if is_by_query(intervals) else _by_kind(intervals, grid, cells)
@@ -85,7 +85,7 @@ def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     if not some.all():
         covered.ravel()[at[kept == area]] = True
         row, column, bits = row[some], column[some], [b for b, mixed in zip(bits, some.tolist(), strict=True) if mixed]
-    return _make_schedule(grid, covered, row, column, bits)
+    return schedule_of(grid, covered, row, column, bits)
 
 
 def _near(edge: Edge, rows: int) -> Edge:
@@ -202,7 +202,7 @@ def _first_bits(tile: int) -> np.ndarray:
     return rows.view(np.uint64) if tile % 64 == 0 else rows
 
 
-def _make_schedule(grid: Grid, covered: Bools, row: Ints, column: Ints, bits: list[bytes]) -> Schedule:
+def schedule_of(grid: Grid, covered: Bools, row: Ints, column: Ints, bits: list[bytes]) -> Schedule:
     """The schedule with these FULL tiles, and PARTIAL ones with their bits."""
     starts = np.arange(grid.rows + 1)
     width = grid.across + 1  # one more column, False, ends the runs of a row

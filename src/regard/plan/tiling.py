@@ -1,5 +1,7 @@
 """Making a schedule: in closed form for intervals (`closed_form.py`), else by splitting rectangles.
 
+Calls of few rows or pairs have ways of their own (`few_rows.py`, `few_pairs.py`) to the same schedule.
+
 `mask.bounds` is evaluated for rectangles of tiles, and only those that are undecided are split. All rectangles of a
 level are evaluated at once, as arrays, so the cost follows the mask's boundary and not the square of the length. Tiles
 that stay undecided are evaluated pair by pair, one tile for each signature (`Mask.signature`).
@@ -26,6 +28,7 @@ from regard.describe.tensors import reads_again, unchanged
 from regard.lru_cache import LRUCache
 from regard.plan.checks import check_is_not_mapped
 from regard.plan.closed_form import CELLS, Grid, closed_form
+from regard.plan.few_pairs import few_pairs, has_few_pairs
 from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
 from regard.torch_internals import ignore_func_transforms
@@ -60,7 +63,7 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     grid = Grid(batch, heads, queries, keys, offset, tile, maps)
     intervals = _intervals(mask, grid)
     if intervals is None:
-        return split_recursively(mask, grid)
+        return few_pairs(mask, grid) if has_few_pairs(mask, grid) else split_recursively(mask, grid)
     return few_rows(intervals, grid) if has_few_rows(intervals, grid) else closed_form(intervals, grid)
 
 
