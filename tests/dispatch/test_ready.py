@@ -81,7 +81,7 @@ def test_a_bound_call_gives_the_same_bits_with_tokens_before_heads(queries: int)
             first = attend(q1, k, v, mask=Causal(), offset=offset)
             key, _ = ready.run(q1, k, v, Causal(), None, None, offset, None)
             assert key is not None
-            bound = ready.bind(key, q1, k, v)
+            bound = ready.bind(key, q1, k, v, Causal(), offset)
             assert bound is not None
             assert bound(q1, k, v, 37, offset).is_contiguous()
             assert torch.equal(bound(q1, k, v, 37, offset).transpose(1, 2), first)
@@ -207,7 +207,7 @@ def test_tensors_whose_last_dimension_has_gaps_are_not_bound() -> None:
     attend(q, k, v, mask=Causal())
     key, _ = ready.run(q, k, v, Causal(), None, None, None, None)
     assert key is not None
-    assert ready.bind(key, q, k.mT.contiguous().mT, v) is None
+    assert ready.bind(key, q, k.mT.contiguous().mT, v, Causal(), None) is None
 
 
 def test_a_mask_that_is_written_in_the_call_is_ready() -> None:

@@ -12,7 +12,9 @@ from regard import (
     Causal,
     Documents,
     KeyLengths,
+    Mask,
     MaskFunction,
+    Prefix,
     ProblemError,
     T5Bias,
     TensorBias,
@@ -147,14 +149,40 @@ def test_steps_of_decoding_are_ready() -> None:
             attend(q, k, v, **words)
 
 
-def test_lengths_are_kept_by_the_number_of_keys_and_the_offset() -> None:
-    mask = Causal() & KeyLengths(torch.tensor([5, 40]))
-    for keys, offset in ((30, None), (31, None), (31, 20), (31, 12)):
+@pytest.mark.parametrize(
+    "of_lengths", [KeyLengths, lambda lengths: ~KeyLengths(lengths), Prefix], ids=["lengths", "starts", "prefixes"]
+)
+def test_lengths_are_ready_for_any_number_of_keys_and_any_offset(of_lengths: Callable[[Tensor], Mask]) -> None:
+    """So decoding under padding does."""
+    (q, k, v), lengths = _tensors(), torch.tensor([5, 34])
+    attend(q, k, v, mask=Causal() & of_lengths(lengths))
+    for keys, offset in ((30, None), (31, None), (31, 20), (31, 12), (300, None), (3, None)):
         q, k, v = _tensors(QUERIES, keys)
-        words: dict[str, Any] = {"mask": mask, "offset": offset}
-        assert _ready(q, k, v, **words) is None
-        attend(q, k, v, **words)
-        _check(q, k, v, **words)
+        _check(q, k, v, mask=Causal() & of_lengths(lengths.clone()), offset=offset)
+    others = of_lengths(lengths - 1)
+    assert _ready(q, k, v, mask=Causal() & others) is None
+    attend(q, k, v, mask=Causal() & others)
+    _check(q, k, v, mask=Causal() & others)
+    _check(q, k, v, mask=Causal() & of_lengths(lengths))
+    lengths.sub_(1)
+    _check(q, k, v, mask=Causal() & of_lengths(lengths))
+
+
+@pytest.mark.parametrize(
+    "mask_of",
+    [
+        lambda keys: Causal() & TensorMask(torch.arange(keys)[None] % 3 > 0),
+        lambda keys: Causal() & Documents(torch.arange(KEYS) // 8),
+        lambda keys: MaskFunction(lambda b, h, q, k: (q - k) % 3 != 1),
+    ],
+    ids=["padding", "documents", "a function"],
+)
+def test_other_masks_are_kept_by_the_number_of_keys_and_the_offset(mask_of: Callable[[int], Mask]) -> None:
+    for keys, offset in ((KEYS, None), (KEYS, 20), (KEYS - 1, None), (KEYS - 1, 12)):
+        (q, k, v), mask = _tensors(QUERIES, keys), mask_of(keys)
+        assert _ready(q, k, v, mask=mask, offset=offset) is None
+        attend(q, k, v, mask=mask, offset=offset)
+        _check(q, k, v, mask=mask, offset=offset)
 
 
 @pytest.mark.parametrize("name", ["bias", "sink"])

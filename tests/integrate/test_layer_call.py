@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard import Causal, ProblemError, RefusalError, TensorBias, TensorMask, Window, attend, native
+from regard import Causal, KeyLengths, ProblemError, RefusalError, TensorBias, TensorMask, Window, attend, native
 from regard.calls import observe_calls, replace_outputs
 from regard.describe.mask import Mask
 from regard.dispatch import ready
@@ -77,6 +77,33 @@ def test_later_layers_give_the_bits_of_a_call_of_their_own(
     assert out.shape == (2, queries, 6, 16)
     assert out.is_contiguous()
     assert torch.equal(out, expected((q + 1, k * 2, v - 1), mask))
+
+
+PADDED = {
+    "to the right": lambda: Causal() & KeyLengths(torch.tensor([9, 13])),
+    "to the left": lambda: Causal() & ~KeyLengths(torch.tensor([0, 4])),
+    "anywhere": lambda: Causal() & TensorMask((torch.arange(2 * KEYS) % 5 > 0).view(2, 1, 1, KEYS)),
+}
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("side", PADDED)
+def test_later_layers_under_padding_are_known_too(side: str, queries: int, long_way: list[Tensor]) -> None:
+    t = q, k, v = tensors(queries)
+    if not native.available() or guard_of(q, k, v) is None:
+        pytest.skip("calls are known by the compiled library and by a guard of torch")
+    for _ in range(2):  # two passes, each with a mask of its own
+        mask = mask_of(queries, PADDED[side]())
+        for _ in range(2):  # the first call of a process is planned
+            run(t, mask)
+        assert mask.known is not None
+        long_way.clear()
+        out = run((q + 1, k * 2, v - 1), mask)
+        assert not long_way
+        assert out.is_contiguous()
+        assert torch.equal(out, expected((q + 1, k * 2, v - 1), mask))
+    other = mask_of(queries, Causal() & KeyLengths(torch.tensor([2, 3])))
+    assert torch.equal(run(t, other), expected(t, other))
 
 
 def test_a_layer_of_other_strides_is_another_call(long_way: list[Tensor]) -> None:

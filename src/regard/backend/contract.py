@@ -66,6 +66,18 @@ RunWithTensors: TypeAlias = Callable[[Tensor, Any, Any, int, int | None, Any, Te
 """As `Run`, with a bias and a sink after the offset, each of them None where the call that is repeated has none."""
 
 
+class RepeatedWithTensors(NamedTuple):
+    """What runs calls that have the tensors of an earlier one.
+
+    Attributes:
+        run: runs them.
+        is_for_all_sizes: whether it does so for any number of keys and any offset.
+    """
+
+    run: RunWithTensors
+    is_for_all_sizes: bool
+
+
 @runtime_checkable
 class RepeatableKernel(Kernel, Protocol):
     """A kernel that runs calls like an earlier one without their `Operands`: tiny calls take half the time."""
@@ -81,11 +93,11 @@ class RepeatableKernel(Kernel, Protocol):
 class KernelWithTensors(RepeatableKernel, Protocol):
     """A kernel that also repeats calls with a bias or a sink, or under a mask with tensors."""
 
-    def repeated_with_tensors(self, operands: Operands, /) -> RunWithTensors | None:
+    def repeated_with_tensors(self, operands: Operands, /) -> RepeatedWithTensors | None:
         """What runs calls that differ from this one as in `repeated`, or in the elements of a bias and of a sink.
 
-        The mask is the same, and where it has tensors or functions, also the number of keys and the offset. The bias
-        is a `TensorBias` that has the same axes of one element, or an `Alibi`.
+        The mask is the same, and where it has tensors or functions, so are the number of keys and the offset, unless it
+        is for all sizes. The bias is a `TensorBias` that has the same axes of one element, or an `Alibi`.
         """
         ...
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.backend.contract import Backend, Kernel, Repeated, RunWithTensors
+from regard.backend.contract import Backend, Kernel, Repeated, RepeatedWithTensors
 from regard.backend.native_gradients import Attention, Call, Gradients
 from regard.backend.native_inputs import TILES, Inputs, inputs_of, opened_over, write_inputs
 from regard.backend.native_repeated import (
@@ -123,23 +123,22 @@ class _Kernel:
             return repeated_stored(self.attend, partial(opened_over, self.entry, self.packed), tiles, by_head, by_token)
         return repeated(self.attend, self.form, tiles, by_head, by_token)
 
-    def repeated_with_tensors(self, operands: Operands) -> RunWithTensors | None:
+    def repeated_with_tensors(self, operands: Operands) -> RepeatedWithTensors | None:
         p, queries = self.problem, operands.q.shape[2]
         if p.grad or p.dropout or p.storage is not None or operands.stored is not None:
             return None
-        if (tiles := self._tiles_of_all_like(operands)) is None:
+        fixed = ALL if operands.mask is None and queries <= QUERIES else fixed_tiles(operands)
+        tiles = self._tiles_of_same_sizes(operands) if fixed is None else fixed
+        if tiles is None:
             return None
         form = partial(self.entry.opened, self.packed)
         by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
-        return repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
+        run = repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
+        return RepeatedWithTensors(run, fixed is not None)
 
-    def _tiles_of_all_like(self, operands: Operands) -> Tiles | None:
-        """The tiles of all calls under the mask of this one, of all sizes if it is constant, else of these sizes."""
+    def _tiles_of_same_sizes(self, operands: Operands) -> Tiles | None:
+        """The tiles of all calls of these sizes under the mask, if that is not constant; None if they are not kept."""
         mask = operands.mask
-        if mask is None and operands.q.shape[2] <= QUERIES:
-            return ALL
-        if (fixed := fixed_tiles(operands)) is not None:
-            return fixed
         if mask is None or mask.constant() is not None:
             return None
         tiles, is_kept = tiles_of(operands, self.schedule)

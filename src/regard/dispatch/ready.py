@@ -182,8 +182,10 @@ def _is_simple(stored: StoredTensor) -> bool:
     return stored.parts[0].data.is_cpu
 
 
-def bind(key: Key, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
-    """What runs calls with the strides of a ready one, by token."""
+def bind(key: AnyKey, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, offset: int | None) -> Bound | None:
+    """What runs calls with the strides of a ready one, and a mask that stays as it is; the output is by token."""
+    if isinstance(key, TensorsKey):
+        return ready_tensors.bind(key, k.shape[2], mask, offset)
     found = _ready.get(key)
     return None if found is None else found.bind(q, k, v, True)
 

@@ -6,8 +6,9 @@ of the call without them, and
 - of a bias: which of its axes broadcast, and its type. Only `TensorBias` and `Alibi` are ready, each alone;
 - of a sink: its type.
 
-Of a mask with tensors or functions, tiles depend on the content, on the number of keys and on the offset. So under each
-key calls are kept by these. The content is read in each call, but only where a call with that key was kept before.
+Of a mask with tensors or functions, tiles depend on the content, and mostly on the number of keys and on the offset. So
+under each key calls are kept by these. The content is read in each call, but only where a call with that key was kept
+before.
 """
 
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -16,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, is_grad_enabled, nn
 
-from regard.backend.contract import KernelWithTensors, RunWithTensors
+from regard.backend.contract import Bound, KernelWithTensors, RunWithTensors
 from regard.describe.bias import Alibi, Bias, TensorBias
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
@@ -59,8 +60,9 @@ class _Ready(NamedTuple):
     constants: tuple[Fingerprint | None, ...]
 
 
-_Mask: TypeAlias = tuple[Fingerprint, int, int | None]
-"""A mask that has tensors or functions, the number of keys, and the offset as the caller gave it."""
+_Mask: TypeAlias = tuple[Fingerprint, int | None, int | None]
+"""A mask that has tensors or functions, the number of keys, and the offset as the caller gave it; None and None where
+tiles are those of all sizes."""
 
 _ready: dict[TensorsKey, dict[_Mask | None, _Ready]] = {}
 
@@ -92,16 +94,42 @@ def run(
     Args:
         mask: one that is not constant, else None.
     """
+    keys = k.shape[2]
+    found = _known(key, keys, mask, offset)
+    return None if found is None else found.run(q, k, v, keys, offset, bias, sink)
+
+
+def bind(key: TensorsKey, keys: int, mask: Mask | None, offset: int | None) -> Bound | None:
+    """What runs calls without a bias and a sink under a mask that stays as it is; the output is by token."""
+    if (found := _known(key, keys, mask, offset)) is None:
+        return None
+    run = found.run
+
+    def bound(q: Tensor, k: Tensor, v: Tensor, keys: int, offset: int | None) -> Tensor:
+        out = cast(Tensor, run(q, k, v, keys, offset, None, None))  # None for other strides only
+        return out.transpose(1, 2).contiguous()
+
+    return bound
+
+
+def _known(key: TensorsKey, keys: int, mask: Mask | None, offset: int | None) -> _Ready | None:
+    """A call that is ready, with the content that the mask has now."""
     if (alike := _ready.get(key)) is None:
         return None
-    keys = k.shape[2]
     try:
-        found = alike.get(None if mask is None else (mask.fingerprint(), keys, offset))
+        return _of_content(alike, None if mask is None else mask.fingerprint(), keys, offset)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the long way says what is wrong
         return None
-    if found is None or found.plan() is None:
-        return None
-    return found.run(q, k, v, keys, offset, bias, sink)
+
+
+def _of_content(
+    alike: dict[_Mask | None, _Ready], content: Fingerprint | None, keys: int, offset: int | None
+) -> _Ready | None:
+    if content is None:
+        found = alike.get(None)
+    elif (found := alike.get((content, None, None))) is None:
+        found = alike.get((content, keys, offset))
+    return None if found is None or found.plan() is None else found
 
 
 def keep(
@@ -114,17 +142,21 @@ def keep(
     content, constant = sizes.mask, None if mask is None else mask.constant()
     if content is not None and not (content.is_registered and content.is_cacheable):
         return
-    by_mask = None if content is None or constant is not None else (content, sizes.keys, offset)
+    if constant is not None:
+        content = None  # its address is in the key
     alike = _ready.get(key, {})
-    if (known := alike.get(by_mask)) is not None and known.plan() is plan:  # its strides need another way
+    known = _of_content(alike, content, sizes.keys, offset)
+    if known is not None and known.plan() is plan:  # its strides need another way
         return
     if (again := cast(KernelWithTensors, kernel).repeated_with_tensors(operands)) is None:
         return
+    of_sizes = (None, None) if again.is_for_all_sizes else (sizes.keys, offset)
+    by_mask = None if content is None else (content, *of_sizes)
     if key not in _ready and len(_ready) >= KEPT:
         forget()
     if len(alike) >= KEPT:
         alike.clear()
-    alike[by_mask] = _Ready(ref(plan), again, (constant, None if bias is None else bias.constant()))
+    alike[by_mask] = _Ready(ref(plan), again.run, (constant, None if bias is None else bias.constant()))
     _ready[key] = alike
 
 

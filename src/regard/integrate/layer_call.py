@@ -53,8 +53,9 @@ def run_layer(q: Tensor, k: Tensor, v: Tensor, mask: "LayerMask", scale: float |
     if out is None:
         call = Request(q, k, v, mask.mask, scale=scale, softcap=softcap, offset=mask.offset)
         out = attend_not_ready(call, key)
-    elif mask.known is None and type(key) is tuple and not (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif mask.known is None and key is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
         offset = cast(int, mask.offset)  # else the call is not ready
-        if (is_like := guard_of(q, k, v)) is not None and (run := ready.bind(key, q, k, v)) is not None:
+        is_like, run = guard_of(q, k, v), ready.bind(key, q, k, v, mask.mask, offset)
+        if is_like is not None and run is not None:
             mask.known = KnownCall(is_like, scale, softcap, run, k.shape[2], offset)
     return out.transpose(1, 2).contiguous()

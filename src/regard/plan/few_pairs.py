@@ -1,7 +1,7 @@
 """Schedules of calls of few pairs: every pair is evaluated, all of them at once.
 
-`tiling.py` computes the same schedule by recursive splitting. Its fixed costs are some hundred calls of numpy, and for a
-mask that is a tensor a table of counts: small calls under a mask of their own take a fraction of that.
+`tiling.py` computes the same schedule by recursive splitting, which has fixed costs: some hundred calls of numpy, and a
+table of counts where a mask is a tensor. Small calls under a mask of their own take a fraction of that.
 """
 
 import numpy as np
