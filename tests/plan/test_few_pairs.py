@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from regard import Causal, Dilated, Global, KeyLengths, Mask, MaskFunction, TensorMask, Window
-from regard.describe.mask import Bools, CallSizes, Rectangles, broadcast_shape_of
+from regard.describe.mask import Bools, CallSizes, Positions, Rectangles, as_tensors, broadcast_shape_of
 from regard.describe.spec import bound_to, spec
 from regard.plan import tiling
 from regard.plan.closed_form import Grid
@@ -63,7 +64,8 @@ def test_calls_of_many_pairs_are_split():
 class Odd(Mask):
     """A mask of a user, whose bounds do not agree with `keep`."""
 
-    def keep(self, b, h, q, k):
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        _, _, q, k = as_tensors(b, h, q, k)
         return (q + k) % 2 == 1
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:

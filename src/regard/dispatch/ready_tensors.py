@@ -150,8 +150,8 @@ def keep(
         return
     if (again := cast(KernelWithTensors, kernel).repeated_with_tensors(operands)) is None:
         return
-    of_sizes = (None, None) if again.is_for_all_sizes else (sizes.keys, offset)
-    by_mask = None if content is None else (content, *of_sizes)
+    keys, start = (None, None) if again.is_for_all_sizes else (sizes.keys, offset)
+    by_mask = None if content is None else (content, keys, start)
     if key not in _ready and len(_ready) >= KEPT:
         forget()
     if len(alike) >= KEPT:

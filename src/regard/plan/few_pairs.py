@@ -29,11 +29,11 @@ WORDS = (
 """Masks whose bounds are known to agree with `keep`: those of a mask of a user are checked where they are split."""
 
 
-def has_few_pairs(mask: Mask | None, grid: Grid) -> bool:
+def has_few_pairs(mask: Mask, grid: Grid) -> bool:
     """Whether `few_pairs` makes this schedule."""
     pairs = grid.maps[0] * grid.maps[1] * grid.queries * grid.keys
     elements = grid.rows * grid.across * grid.tile**2
-    return mask is not None and 0 < pairs <= PAIRS and elements <= ELEMENTS and is_made_of(mask, WORDS)
+    return 0 < pairs <= PAIRS and elements <= ELEMENTS and is_made_of(mask, WORDS)
 
 
 def few_pairs(mask: Mask, grid: Grid) -> Schedule:

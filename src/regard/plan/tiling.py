@@ -63,7 +63,9 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     grid = Grid(batch, heads, queries, keys, offset, tile, maps)
     intervals = _intervals(mask, grid)
     if intervals is None:
-        return few_pairs(mask, grid) if has_few_pairs(mask, grid) else split_recursively(mask, grid)
+        if mask is not None and has_few_pairs(mask, grid):
+            return few_pairs(mask, grid)
+        return split_recursively(mask, grid)
     return few_rows(intervals, grid) if has_few_rows(intervals, grid) else closed_form(intervals, grid)
 
 
