@@ -43,15 +43,16 @@ export compiler common place
 
 # kernels ISA: a line for each file that CMakeLists.txt compiles for it.
 kernels() {
-    local which="-v vnni\|amx" more="" source
-    case $1 in avx512vnni | amx) which=${1#avx512} ;; esac
-    # Other sets have vectors by hand: the checks of undefined operations would take minutes to compile.
-    [ "$1" != portable ] || more=-fsanitize=undefined
-    # shellcheck disable=SC2086
-    for source in $(sed -n 's/^    set(sources \(.*\))$/\1/p' CMakeLists.txt | tr ' ' '\n' | grep $which); do
-        echo "$1 $source $(flags "$1") $more -fno-lto"
-    done
+    local more="" sources="native/kernels.cpp native/kernels_gradients.cpp" source
+    case $1 in
+        avx512vnni | amx) sources=native/kernels_${1#avx512}.cpp ;;
+        # Other sets have vectors by hand: the checks of undefined operations would take minutes to compile.
+        portable) sources="$place/kernels_forward.cpp $sources" more=-fsanitize=undefined ;;
+        *) sources="native/kernels_f32.cpp native/kernels_bf16.cpp native/kernels_f16.cpp $sources" ;;
+    esac
+    for source in $sources; do echo "$1 $source $(flags "$1") $more -Inative -fno-lto"; done
 }
+printf '#include "kernels_%s.cpp"\n' f32 bf16 f16 >"$place/kernels_forward.cpp"
 
 case $best in
     portable) sets= ;;
