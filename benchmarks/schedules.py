@@ -20,7 +20,20 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks import command
 from benchmarks.report import machine, table
-from regard import Blocks, Causal, Documents, KeyLengths, Mask, MaskFunction, Prefix, TensorMask, Window, attend
+from regard import (
+    Blocks,
+    Causal,
+    Dilated,
+    Documents,
+    Global,
+    KeyLengths,
+    Mask,
+    MaskFunction,
+    Prefix,
+    TensorMask,
+    Window,
+    attend,
+)
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
 from regard.describe.mask import CallSizes
 from regard.plan.closed_form import Grid
@@ -53,6 +66,16 @@ NEW: dict[str, tuple[int, int, Callable[[int], Mask]]] = {
 }
 """Queries (0: as many as keys), keys, and the mask."""
 
+FEW: dict[str, tuple[int, int, Callable[[int], Mask]]] = {
+    "a random tensor of bools, one query": (1, 100, lambda n: TensorMask(torch.rand(2, 1, 1, n) > 0.3)),
+    "a random tensor of bools, one query, long": (1, 4000, lambda n: TensorMask(torch.rand(2, 1, 1, n) > 0.3)),
+    "a random tensor of bools": (0, 128, lambda n: TensorMask(torch.rand(n, n) > 0.3)),
+    "causal window 64 + 2 global tokens": (0, 128, lambda n: Causal() & (Window(64) | Global([0, 5]))),
+    "causal, every second key, one query": (1, 512, lambda n: Causal() & Dilated(2)),
+    "a function, one query": (1, 512, lambda n: MaskFunction(lambda b, h, q, k: (q - k < 50) & (q >= k))),
+}
+"""The same, of masks without a closed form."""
+
 
 def made(mask: Mask, tokens: int) -> Any:
     """The schedule of a square call, tiles of 128."""
@@ -72,31 +95,37 @@ def run() -> str:
     return (
         f"{ours}\n\nThe same mask, causal window 4,096 + 4 sinks:\n\n{_beside_flex()}\n\n"
         "## New lengths\n\nMicroseconds of CPU for the schedule of a length that was not seen before, tiles of 64 "
-        f"(median of {REPEATS} lengths):\n\n{_new_lengths()}\n\n"
+        f"(median of {REPEATS} lengths):\n\n{_beside_splitting('closed form', NEW)}\n\n"
+        "Masks without a closed form, of calls of few pairs:\n\n"
+        f"{_beside_splitting('all pairs at once', FEW)}\n\n"
         "## Masks that are known again\n\nA plan is kept by the content of its mask, so each call reads the mask's "
         f"tensors, or what its function reads:\n\n{_known_again()}"
     )
 
 
-def _new_lengths() -> str:
-    """What new lengths cost, in closed form and by recursive splitting."""
+def _beside_splitting(way: str, cases: dict[str, tuple[int, int, Callable[[int], Mask]]]) -> str:
+    """What new lengths cost, in the way that regard takes and by recursive splitting."""
     rows: list[tuple[str, ...]] = []
-    for name, (queries, first, word) in NEW.items():
-        ways: dict[str, list[float]] = {"closed form": [], "splitting": []}
+    for name, (queries, first, word) in cases.items():
+        new: list[float] = []
+        old: list[float] = []
         for keys in range(first, first + REPEATS):
             batch = word(keys).broadcast_shape()[0]
             sizes = CallSizes(batch, 8, queries or keys, keys, keys - (queries or keys))
-            for way, times in ways.items():
-                mask = word(keys).bind(sizes)  # a new one, so that nothing is known of its tensors
-                start = time.thread_time_ns()
-                if way == "closed form":
-                    schedule(mask, tile=64, **sizes._asdict())
-                else:
-                    split_recursively(mask, Grid(*sizes, 64, (batch, 1)))
-                times.append((time.thread_time_ns() - start) / 1e3)
-        new, old = (statistics.median(times) for times in ways.values())
-        rows.append((name, f"{queries or first:,} x {first:,}", f"{new:.0f}", f"{old:.0f}"))
-    return table(("mask", "first size", "closed form", "splitting"), rows)
+            grid = Grid(*sizes, 64, (batch, 1))
+            new.append(_microseconds(word, sizes, lambda mask, sizes=sizes: schedule(mask, tile=64, **sizes._asdict())))
+            old.append(_microseconds(word, sizes, lambda mask, grid=grid: split_recursively(mask, grid)))
+        cells = (f"{statistics.median(times):.0f}" for times in (new, old))
+        rows.append((name, f"{queries or first:,} x {first:,}", *cells))
+    return table(("mask", "first size", way, "splitting"), rows)
+
+
+def _microseconds(word: Callable[[int], Mask], sizes: CallSizes, make: Callable[[Mask], object]) -> float:
+    """The time of the processor for a schedule of a new mask: nothing is known of its tensors."""
+    mask = word(sizes.keys).bind(sizes)
+    start = time.thread_time_ns()
+    make(mask)
+    return (time.thread_time_ns() - start) / 1e3
 
 
 def _known_again() -> str:
