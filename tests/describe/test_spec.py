@@ -18,6 +18,7 @@ from regard import (
     MaskFunction,
     Prefix,
     ProblemError,
+    Rope,
     T5Bias,
     TensorBias,
     Tree,
@@ -134,6 +135,11 @@ def test_biases_are_printed_as_they_are_written():
         "Alibi(heads=4) + T5Bias(table=float32[32, 4], bidirectional=False)"
     )
     assert repr(TensorBias(torch.zeros(2, 3))) == "TensorBias(tensor=float32[2, 3])"
+
+
+@pytest.mark.parametrize("copied", [Rope(8), Rope(8, base=float("10000")), pickle.loads(pickle.dumps(Rope(8)))])
+def test_a_default_is_not_written_whichever_object_has_its_value(copied: Rope):
+    assert repr(copied) == "Rope(dim=8)"
 
 
 def test_what_is_derived_of_a_tensor_is_made_once_and_again_when_it_changed():

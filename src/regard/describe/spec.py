@@ -174,7 +174,7 @@ class Spec:
         fields = (
             f"{f.name}={part!r}"
             for f, part in zip(fields, parts, strict=True)
-            if f.default is dataclasses.MISSING or part is not f.default
+            if repr(part) != repr(f.default)  # a float that was read from a file is another object
         )
         return f"{cls.__name__}({', '.join(fields)})"
 
