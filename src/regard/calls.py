@@ -59,10 +59,11 @@ current_observers: ContextVar[Observers] = ContextVar("observers", default=())
 
 
 class _Observer:
-    """An observer; `seen` is None once its block has ended."""
+    """An observer; `seen` is None once its block has ended, and `replaces` whether it may replace outputs."""
 
-    def __init__(self, seen: Callable[[Call], Tensor | None]) -> None:
+    def __init__(self, seen: Callable[[Call], Tensor | None], *, replaces: bool) -> None:
         self.seen: Callable[[Call], Tensor | None] | None = seen
+        self.replaces = replaces
 
     def __call__(self, call: Call) -> Tensor | None:
         return None if self.seen is None else self.seen(call)
@@ -96,7 +97,7 @@ def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
     def observe(call: Call) -> None:
         observer(call)
 
-    with _entered(observe):
+    with _entered(observe, replaces=False):
         yield
 
 
@@ -105,10 +106,11 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
     """Replace the output of each call of `attend` made inside, in this thread, by what `change` returns.
 
     For ablating heads, or weighting them. `change` returns [batch, heads, queries, v_dim] in the dtype of `call.out`:
-    the output of each head before any output projection mixes the heads. Gradients flow through it. Observers and
-    changes run in the order in which they were entered, and each sees the output as those before left it. Outputs of
-    `attend_state`, of parts that are merged later, are replaced as well. Calls that torch traces are not. Calls that
-    `change` makes itself are not either: it may compute a call again, such as with another mask.
+    the output of each head before any output projection mixes the heads (latent attention runs in its expanded form, if
+    no other is asked for). Gradients flow through it. Observers and changes run in the order in which they were
+    entered, and each sees the output as those before left it. Outputs of `attend_state`, of parts that are merged
+    later, are replaced as well. Calls that torch traces are not. Calls that `change` makes itself are not either: it
+    may compute a call again, such as with another mask.
 
     Raises:
         ProblemError: `change` returns another shape or dtype.
@@ -120,8 +122,16 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
     ...     attend(q, q, q)[0, :, 0, 0]
     tensor([1., 0.])
     """
-    with _entered(change):
+    with _entered(change, replaces=True):
         yield
+
+
+def are_outputs_replaced() -> bool:
+    """Whether `replace_outputs` replaces the output of a call made now, and expects that of each head, [.., v_dim].
+
+    Latent attention then runs in its expanded form: the outputs of the absorbed one are latents.
+    """
+    return not is_compiling() and any(each.replaces for each in active_observers())
 
 
 _dropped: ContextVar[tuple[int, bool]] = ContextVar("dropped", default=(0, False))
@@ -175,12 +185,12 @@ def run_route(route: Route, request: Request) -> State:
 
 
 @contextmanager
-def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
+def _entered(observer: Callable[[Call], Tensor | None], *, replaces: bool) -> Generator[None]:
     """Pass calls to the observer inside. Blocks may be left in another order than the reverse of entering.
 
     They may also be left in another context, as generators are.
     """
-    entry = _Observer(observer)
+    entry = _Observer(observer, replaces=replaces)
     try:  # also round the entering, as Ctrl-C may come in the middle of it
         current_observers.set((*active_observers(), entry))
         yield

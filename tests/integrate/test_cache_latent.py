@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CompileConfig, StaticCache
 
-from regard import ProblemError, observe_calls
+from regard import ProblemError, observe_calls, replace_outputs
 from regard.cache import ExpectedAttention, Knorm
 from regard.calls import Call
 from regard.integrate.cache import regard_cache
@@ -105,6 +105,21 @@ def test_with_transformers_own_cache_a_step_does_not_expand_latents_either(name:
     assert ours == stock
     assert close(our_scores, scores)
     assert {call.k.shape[1::2] for call in calls if call.q.shape[2] == 1} == {(1, 16 + 8)}
+
+
+def test_what_may_be_replaced_is_the_output_of_each_head_and_no_latent():
+    m, ids, widths = latent("deepseek_v3"), prompt(), list[int]()
+
+    def change(call: Call) -> Tensor:
+        widths.append(call.out.shape[3])
+        return call.out
+
+    use_regard(m)
+    unchanged, _ = written(m, ids, regard_cache(m))
+    with replace_outputs(change):
+        found, _ = written(m, ids, regard_cache(m))
+    assert found == unchanged
+    assert set(widths) == {12}
 
 
 def test_a_model_is_expanded_again_when_its_attention_is_no_longer_regards():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from regard.attention import attend
 from regard.cache.store import CachedTensor
+from regard.calls import are_outputs_replaced
 from regard.integrate.implementation import is_regard
 from regard.integrate.lazy import LazyTensor
 from regard.nn.projections import opaque_weight
@@ -122,7 +123,7 @@ def expanded(module: Any, latents: Latents | SplitLatents) -> tuple[Tensor, Tens
 
 
 def attend_latents(module: Any, query: Tensor, latents: Latents | SplitLatents, **options: Any) -> Tensor:
-    """Attention of queries to latents, in the form that takes fewer operations.
+    """Attention of queries to latents, in the form that takes fewer operations; expanded where outputs are replaced.
 
     Args:
         module: with `kv_b_proj`, and the sizes of DeepSeek's attention.
@@ -134,7 +135,7 @@ def attend_latents(module: Any, query: Tensor, latents: Latents | SplitLatents, 
     """
     if options.get("scale") is None:
         options["scale"] = query.shape[3] ** -0.5  # of expanded keys, not of the entries
-    if not is_absorbed(module, query.shape[2], sizes_of(latents)[1]):
+    if are_outputs_replaced() or not is_absorbed(module, query.shape[2], sizes_of(latents)[1]):
         return attend(query, *expanded(module, latents), **options)
     out = attend(absorbed(module, query), *latents.joined(), **options)
     return _by_head(out, _ups(module)[1].transpose(1, 2))

@@ -16,7 +16,7 @@ from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.cache import KVCache
 from regard.cache.store import CachedTensor, leading_channels
-from regard.calls import after_dropped
+from regard.calls import after_dropped, are_outputs_replaced
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.describe.position_table import check_positions
@@ -192,7 +192,8 @@ class LatentAttention(SinkModule, SpecAttributes):
                 `Latent(kv_rank)` or any other, but `Paged` with `Int8`, `Int4` or `Fp8` is refused, as its values have
                 no channels here. The absorbed form reads the elements without a copy.
             absorbed: the form; None: the one with fewer FLOPs, or the expanded one if k_up or v_up computes more than
-                the product with its weight (an adapter, a bias), has a forward hook, or is quantised.
+                the product with its weight (an adapter, a bias), has a forward hook, or is quantised, or within
+                `replace_outputs`, where an output is that of a head and no latent.
 
         Raises:
             ProblemError: sizes that do not fit, positions without a use, absorbed=True or a cache that evicts where
@@ -218,7 +219,8 @@ class LatentAttention(SinkModule, SpecAttributes):
                 keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
             if absorbed is None:
                 is_less = self._absorbed_is_less(q.shape[2], keys.shape[2])
-                absorbed = is_less and beyond_weights(k_up, v_up, with_hooks=True) is None
+                is_possible = beyond_weights(k_up, v_up, with_hooks=True) is None and not are_outputs_replaced()
+                absorbed = is_less and is_possible
             form = self._absorbed if absorbed else self._expanded
             dropped = 0 if cache is None else cache.tokens_seen - keys.shape[2]
             with after_dropped(dropped, cache is not None and cache.has_gaps):

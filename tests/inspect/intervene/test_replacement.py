@@ -1,5 +1,7 @@
 """What stands in for a head: means are those of the output projection's input, other inputs are met bit by bit."""
 
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ from transformers import DynamicCache
 
 from regard import Causal, attend
 from regard.cache import H2O, KVCache, SinksAndRecent
-from regard.calls import observe_calls
+from regard.calls import observe_calls, replace_outputs
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated
-from regard.inspect.intervene.replacement import Resample, mean_outputs, outputs_of
+from regard.inspect.intervene.heads import Site
+from regard.inspect.intervene.replacement import Mean, Resample, mean_outputs, outputs_of
 from regard.integrate.cache import regard_cache
 from regard.nn import Decoder, LatentAttention
 from regard.storage.stored import Rolling
@@ -114,6 +117,46 @@ def test_so_they_are_over_a_cache_of_latents(absorbed: bool):
         return torch.cat([module(part, cache=cache, absorbed=absorbed) for part in x.split(PARTS, 1)], 1)
 
     check_own_means_change_nothing(module, run, torch.randn(1, 16, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kv_rank", [16, 13])
+def test_what_replaces_a_head_of_latent_attention_is_its_output_and_no_latent_in_a_step_either(kv_rank: int):
+    module = LatentAttention(
+        31, 4, kv_rank=kv_rank, nope_dim=5, rope_dim=0, v_dim=16, mask=Causal(), dtype=torch.float64
+    )
+    x, mean = torch.randn(2, 9, 31, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+
+    def step(block: AbstractContextManager[Any]) -> torch.Tensor:
+        cache = KVCache()
+        module(x[:, :8], cache=cache)
+        with block:
+            return module(x[:, 8:], cache=cache)
+
+    def of_projection(projection: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([inputs[0][..., :32], mean.expand_as(inputs[0][..., :16]), inputs[0][..., 48:]], -1)
+
+    absorbed = list[bool]()
+    with torch.no_grad(), observe_calls(lambda call: absorbed.append(call.k.shape[1] == 1)):
+        step(nullcontext())
+    assert absorbed == [False, True]
+    with torch.no_grad():
+        found = step(replace_outputs(lambda call: torch.where(HEAD_2, mean, call.out)))
+        by_mean = step(ablated(None, [(0, 2)], Mean({Site(0, None): mean.expand(4, 16)})))
+        with hooked(module.o_proj, of_projection):
+            expected = step(nullcontext())
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(by_mean, expected, atol=1e-12, rtol=0)
+
+
+HEAD_2 = torch.tensor([False, False, True, False])[:, None, None]
+
+
+@contextmanager
+def hooked(module: torch.nn.Module, hook: Any) -> Generator[None]:
+    """Within the block, the hook may change the inputs of the module."""
+    handle = module.register_forward_pre_hook(hook)
+    yield
+    handle.remove()
 
 
 CACHES: dict[str, Any] = {
