@@ -1,6 +1,8 @@
 """`regard evaluate`: options, files, and what is printed; with models that are plain functions in a file."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -67,6 +69,7 @@ def test_the_tasks_are_listed(capsys):
         (["needle", "--plot", "x.pdf"], "--plot writes SVG, and x.pdf is the name of another format (.pdf)"),
         (["needle", "--json", "-", "--html", "-"], "--json and --html cannot both go to stdout"),
         (["needle", "--results", "-"], "--results - names no file, and results are continued from one"),
+        (["needle", "--results", ""], "--results '' names no file, and results are continued from one"),
     ],
 )
 def test_files_that_cannot_be_are_refused_in_one_line(arguments, message, here, capsys):
@@ -89,6 +92,18 @@ def test_an_error_comes_before_the_name_of_the_results(arguments, message, model
     err = capsys.readouterr().err
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are bytes")
+def test_texts_whose_names_are_no_text_are_compared_on_a_page_and_in_a_picture(model, here, capsys):
+    names = [os.fsdecode(b"a\xff.txt"), os.fsdecode(b"b\xff.txt")]
+    for run, name in enumerate(names):
+        (here / name).write_text("It was the best of times. " * 40)
+        task = ("passkey", "--haystack", name, "--results", f"{run}.jsonl", *SMALL)
+        assert evaluate(*task, "--model", f"{model}:uniform") == 0
+    assert evaluate("show", "0.jsonl", "1.jsonl", "--html", "x.html", "--plot", "x.svg", "--json", "x.json") == 0
+    assert "haystack b?.txt" in (here / "x.html").read_text()
+    assert "haystack b?.txt" in (here / "x.svg").read_text()
 
 
 @pytest.mark.parametrize("name", ["copying", "both"])

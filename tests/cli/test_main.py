@@ -1,5 +1,6 @@
 """The command `regard` itself: help, versions, and how it ends."""
 
+import errno
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import regard
-from regard.cli.main import HINTS, main
+from regard.cli.main import HINTS, main, run_command
 
 
 def test_without_a_command_it_tells_what_it_can_do(capsys):
@@ -106,6 +107,27 @@ def test_a_full_disk_is_reported_in_one_line(arguments):
     assert ran.returncode == 2
 
 
+@pytest.mark.skipif(os.name != "posix", reason="other systems have other limits")
+@pytest.mark.parametrize("command", ["cost", "inspect text --model", "evaluate show", "evaluate recall --results"])
+def test_a_name_that_no_file_can_have_is_reported_in_one_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def model(tokens): ...")
+    given = ["--model", "mine.py:model"] if "results" in command else []
+    assert main([*command.split(), "x" * 300, *given]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("regard: error: ")
+    assert line.count("\n") == 1
+
+
+def test_a_file_that_may_not_be_read_is_reported_in_one_line(capsys):
+    def run() -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/home/ada/model/config.json")
+
+    assert run_command(run) == 2
+    line = "regard: error: '/home/ada/model/config.json' cannot be read: Permission denied.\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a shell of POSIX closes the streams")
 @pytest.mark.parametrize(
     ("arguments", "closed", "code"),
@@ -135,7 +157,7 @@ def test_files_are_read_as_utf_8_in_any_locale(arguments):
 PROBE = """
 import sys, time
 start = time.perf_counter()
-from regard.cli.main import HINTS, main
+from regard.cli.main import HINTS, main, run_command
 try:
     main(sys.argv[1:])
 finally:

@@ -131,8 +131,11 @@ def files_of(args: argparse.Namespace) -> list[OutputFile]:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Raise `ProblemError` for outputs that cannot be written, or that are files of this run."""
-    if args.results == STDOUT:
-        raise ProblemError("--results - names no file, and results are continued from one: expected FILE, or --json -.")
+    if args.results in (STDOUT, ""):
+        name = args.results or "''"
+        raise ProblemError(
+            f"--results {name} names no file, and results are continued from one: expected FILE, or --json -."
+        )
     files = files_of(args)
     results = [] if args.results is None else [OutputFile("--results", args.results, "results")]
     inputs, models = [*args.files, args.haystack, args.questions], list[str | None]()

@@ -55,6 +55,7 @@ from typing import Any, NoReturn
 
 from regard import __version__
 from regard.cli import bench, cost, doctor, evaluate, generate, inspect, script
+from regard.cli.quoted import quoted
 from regard.errors import RegardError
 
 HINTS = {
@@ -81,6 +82,9 @@ HINTS = {
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a disk that takes no more, which no program can prevent."""
 
+NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""Errors of a name that is given: a file or folder that the user may not read, or a name that no file can have."""
+
 
 def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.Tools] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code.
@@ -105,7 +109,7 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
 def run_command(run: Callable[[], int]) -> int:
     """Run a command and return its exit code. Its errors are one line each.
 
-    Those are errors of regard, Ctrl-C, and a full disk; a closed pipe ends it without a line.
+    Those are errors of regard, Ctrl-C, a full disk, and files without access; a closed pipe ends it without a line.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
@@ -123,6 +127,8 @@ def run_command(run: Callable[[], int]) -> int:
         _discard_stdout()
         return 0
     except OSError as error:
+        if error.errno in NO_ACCESS and isinstance(error.filename, str):
+            return _end(2, f"error: {quoted(error.filename)} cannot be read: {error.strerror}.")
         if error.errno not in NO_SPACE:
             raise
         _discard_stdout()

@@ -181,6 +181,6 @@ def write_text(name: str, text: str) -> None:
         print(text, end="", flush=True)
         return
     try:
-        write_whole(Path(name), text.encode())
+        write_whole(Path(name), text.encode(errors="replace"))  # such as a lone surrogate in a file name
     except OSError as error:
         raise ProblemError(f"{name} cannot be written: {error.strerror}.") from None
