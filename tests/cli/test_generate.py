@@ -467,6 +467,14 @@ def test_what_cannot_be_done_is_reported_in_one_line(options, message, folder, c
     assert message in err
 
 
+def test_a_temperature_by_which_logits_cannot_be_divided_is_refused(folder, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["generate", PROMPT, "--model", folder, "--temperature", "1e-40"])
+    assert end.value.code == 2
+    assert "'1e-40' is too low: expected 1e-06 or more, or 0 for greedy decoding" in capsys.readouterr().err
+    assert main(["generate", PROMPT, "--model", folder, "--temperature", "1e-6", "--max-new-tokens", "3"]) == 0
+
+
 def test_a_window_is_no_advice_where_the_cache_cannot_roll(tmp_path, capsys):
     """Positions are learned."""
     config = GPT2Config(n_positions=97, n_embd=16, n_layer=1, n_head=2, vocab_size=300)

@@ -128,6 +128,16 @@ def test_a_file_that_may_not_be_read_is_reported_in_one_line(capsys):
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize("error", [MemoryError("Unable to allocate 5.82 TiB"), MemoryError()], ids=str)
+def test_memory_that_is_not_there_is_reported_in_one_line(error, capsys):
+    def run() -> int:
+        raise error
+
+    assert run_command(run) == 2
+    line = f"regard: error: there is not enough memory: {str(error) or 'ask for less'}.\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a shell of POSIX closes the streams")
 @pytest.mark.parametrize(
     ("arguments", "closed", "code"),

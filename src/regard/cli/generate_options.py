@@ -39,6 +39,9 @@ SINKS = 4
 
 SINKS_HELP = f"first tokens kept by --window (default: {SINKS}, or all but one of the window if that is less)"
 
+COLDEST = 1e-6
+"""The lowest temperature above 0: logits divided by far lower ones are infinite in float32."""
+
 EVERY = 16
 """Tokens above the budget after which a policy evicts: each eviction copies the tokens that stay."""
 
@@ -134,13 +137,25 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "sampling", "Defaults are the model's own generation settings, or greedy decoding where it has none."
     )
-    positive, share = number("0 or more", 0.0, math.inf), number("above 0, at most 1", math.ulp(0.0), 1.0)
-    group.add_argument("--temperature", type=positive, metavar="T", help="sample at this temperature; 0 is greedy")
+    share = number("above 0, at most 1", math.ulp(0.0), 1.0)
+    group.add_argument("--temperature", type=temperature, metavar="T", help="sample at this temperature; 0 is greedy")
     group.add_argument("--top-p", type=share, metavar="P", help="sample among the likeliest that make up this share")
     group.add_argument(
         "--top-k", type=count(0), metavar="K", help="sample among the K likeliest, 0 for all (default: 50)"
     )
     group.add_argument("--seed", type=count(0), metavar="N", help="seed of sampling (default: 0)")
+
+
+def temperature(text: str) -> float:
+    """A temperature: 0, or one by which logits can be divided.
+
+    >>> temperature("0.7"), temperature("0")
+    (0.7, 0.0)
+    """
+    value = number("0 or more", 0.0, math.inf)(text)
+    if 0 < value < COLDEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too low: expected {COLDEST:g} or more, or 0 for greedy decoding")
+    return value
 
 
 def check_sampling_options(args: argparse.Namespace) -> None:

@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
 def run_command(run: Callable[[], int]) -> int:
     """Run a command and return its exit code. Its errors are one line each.
 
-    Those are errors of regard, Ctrl-C, a full disk, and files without access; a closed pipe ends it without a line.
+    Those are errors of regard, Ctrl-C, a full disk, files without access, and memory that is not there; a closed pipe
+    ends it without a line.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
@@ -123,6 +124,8 @@ def run_command(run: Callable[[], int]) -> int:
         return _end(2, f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _end(130, "interrupted")
+    except MemoryError as error:
+        return _end(2, f"error: there is not enough memory: {str(error) or 'ask for less'}.")
     except BrokenPipeError:  # `regard inspect | head`: the reader has enough
         _discard_stdout()
         return 0
