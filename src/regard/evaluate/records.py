@@ -93,18 +93,40 @@ def _read_one(path: Path) -> Stored | None:
         raise ProblemError(f"{path} has results of format {head.get('format')}: this version reads {FORMAT}.")
     records = dict[str, Record]()
     for number, record in enumerate(rest, 2):
-        if not isinstance(record.get("example"), str) or not isinstance(record.get("cell"), dict):
+        if not _is_record(record):
             raise ProblemError(
                 f"{path}, line {number}: no record of an example. Remove the line, or name another file."
             )
         records.setdefault(record["example"], record)
-    return Stored(head["settings"], head.get("about", {}), records)
+    about: Any = head.get("about")
+    return Stored(head["settings"], about if isinstance(about, dict) else {}, records)
+
+
+def _is_record(found: dict[str, Any]) -> bool:
+    """Whether it has what the results of an example have: a name, a cell, and a score, or the losses of a passage."""
+    if not isinstance(found.get("example"), str) or not isinstance(found.get("cell"), dict):
+        return False
+    if "losses" not in found:
+        return _is_number(found.get("score")) and 0 <= found["score"] <= 1 and _is_loss(found.get("nll"))
+    losses, counts = found["losses"], found.get("counts")
+    if not isinstance(losses, list) or not isinstance(counts, list) or not isinstance(found.get("first"), int):
+        return False
+    return len(losses) == len(counts) and all(map(_is_loss, losses)) and all(map(_is_number, counts))
+
+
+def _is_loss(value: object) -> bool:
+    """Whether it is a loss; an infinite one is None."""
+    return value is None or _is_number(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(line, parse_constant=_refuse_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         if number == 1:
