@@ -1,5 +1,6 @@
 """Layers of transformers as modules of regard: the same outputs; and each type of rotation as its word."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,8 +80,12 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def watched(name: str, tokens: int = 13) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
-    """(the second attention layer of a model, its config, what it is given there, what it gives)."""
+def watched(name: str, tokens: int = 13, unbiased: Sequence[str] = ()) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """(the second attention layer of a model, its config, what it is given there, what it gives).
+
+    Args:
+        unbiased: the names of projections of the layer whose biases are removed.
+    """
     kind, more = LAYERS[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -91,6 +96,8 @@ def watched(name: str, tokens: int = 13) -> tuple[Any, Any, torch.Tensor, torch.
             weight.copy_(torch.randn_like(weight) * 0.4 + (1.0 if "norm" in label and "weight" in label else 0.0))
     layers = getattr(model, "gpt_neox", None) or model.model
     layer = getattr(layers.layers[1], "attention", None) or layers.layers[1].self_attn
+    for part in unbiased:
+        getattr(layer, part).bias = None
     seen: list[torch.Tensor] = []
 
     def see(_: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -118,6 +125,23 @@ def test_both_forms_of_a_latent_layer_compute_what_transformers_does_step_by_ste
     with torch.no_grad():
         steps = [module(part, cache=cache, absorbed=absorbed) for part in x.split([5, 1, 1, 6], 1)]
     torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("llama", "k_proj"), ("llama", "q_proj"), ("deepseek_v3", "q_a_proj"), ("deepseek_v3", "kv_a_proj_with_mqa")],
+)
+def test_a_projection_without_a_bias_beside_others_has_one_of_zeros(name: str, without: str):
+    layer, config, x, expected = watched(f"{name} with biases", unbiased=[without])
+    with torch.no_grad():
+        torch.testing.assert_close(attention_of(layer, config)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_after_the_latent_is_refused():
+    layer, config, *_ = watched("deepseek_v3")
+    layer.kv_b_proj.bias = nn.Parameter(torch.ones(layer.kv_b_proj.out_features))
+    with pytest.raises(ProblemError, match="kv_b_proj has a bias"):
+        attention_of(layer, config)
 
 
 def test_what_is_taken_over_is_a_copy():

@@ -70,6 +70,25 @@ def test_a_full_rank_with_all_dims_turning_is_exact(kind, inputs):
         assert converted.output_error < 1e-13
 
 
+@pytest.mark.parametrize("without", ["q", "k", "v", "qk", "qv", "kv", "ko", "kvo"])
+@pytest.mark.parametrize("kind", ["plain", "rotated"])
+def test_projections_of_which_some_have_biases_stay_exact(kind: str, without: str):
+    """Whisper's keys have no bias, and its queries and values have one."""
+    module = made(kind, qkv_bias=True, out_bias=True)
+    for letter in without:
+        getattr(module, f"{letter}_proj").bias = None
+    converted = to_latent(module, module.kv_heads * (16 - turning(module)))
+    with torch.no_grad():
+        torch.testing.assert_close(converted.module(X[None]), module(X[None]), rtol=1e-11, atol=1e-11)
+
+
+def test_biases_of_values_alone_are_refused_beside_a_sink():
+    module = made(qkv_bias=True, sink=True)
+    module.k_proj.bias = None
+    with pytest.raises(ProblemError, match="a sink and biases"):
+        to_latent(module, 8)
+
+
 def test_weights_of_low_rank_are_exact_at_it():
     module = made()
     with torch.no_grad():

@@ -65,6 +65,21 @@ def test_from_torch_and_back_gives_the_same_outputs(drawn: tuple[nn.MultiheadAtt
     assert torch.allclose(again, truth, atol=1e-6)
 
 
+@pytest.mark.parametrize("without", ["q", "k", "v", "qk", "kv"])
+def test_an_input_without_a_bias_has_one_of_zeros_in_torch(without: str):
+    ours, x = from_torch(theirs_of()), torch.randn(BATCH, TOKENS, WIDTH)
+    for letter in without:
+        getattr(ours, f"{letter}_proj").bias = None
+    torch.testing.assert_close(to_torch(ours)(x, x, x)[0], ours(x), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_of_some_inputs_and_none_of_the_output_are_refused():
+    ours = MultiHeadAttention(WIDTH, HEADS, qkv_bias=True)
+    ours.q_proj.bias = None
+    with pytest.raises(RefusalError, match="both biases or neither"):
+        to_torch(ours)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_either_layout_comes_and_goes(batch_first: bool):
     theirs, x = theirs_of(batch_first=batch_first), torch.randn(BATCH, TOKENS, WIDTH)

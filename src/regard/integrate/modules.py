@@ -18,7 +18,7 @@ from regard.describe.mask_by_rule import Causal, Window
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.errors import ProblemError
-from regard.integrate.projections import affine_of, has_matrix, projections_of
+from regard.integrate.projections import Affine, affine_of, has_matrix, projections_of
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
@@ -168,7 +168,7 @@ def _multi_head(layer: Any, config: Any) -> MultiHeadAttention:
     made = MultiHeadAttention(
         config.hidden_size, config.num_attention_heads, head_dim=_head_dim(config), qk_norm=normed,
         kv_heads=k[0].shape[0] // _head_dim(config),
-        qkv_bias=q[1] is not None, out_bias=o[1] is not None, position=rope_of(config), mask=_mask(layer, config),
+        qkv_bias=_have_biases(q, k, v), out_bias=_have_biases(o), position=rope_of(config), mask=_mask(layer, config),
         scale=layer.scaling, dropout=config.attention_dropout, device=q[0].device, dtype=q[0].dtype,
     )  # fmt: skip
     for projection, (weight, bias) in zip(
@@ -190,8 +190,11 @@ def _mask(layer: Any, config: Any) -> Mask | None:
 
 
 def _latent(layer: Any, config: Any) -> LatentAttention:
-    down, up = affine_of(layer.kv_a_proj_with_mqa), affine_of(layer.kv_b_proj).weight
-    out = affine_of(layer.o_proj)
+    down, (up, up_bias), out = (affine_of(part) for part in (layer.kv_a_proj_with_mqa, layer.kv_b_proj, layer.o_proj))
+    if up_bias is not None:
+        raise ProblemError("kv_b_proj has a bias, and latents have keys and values without one: set it to None first.")
+    q_down = None if config.q_lora_rank is None else affine_of(layer.q_a_proj)
+    q_up = affine_of(layer.q_proj if q_down is None else layer.q_b_proj)
     sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
     k_up, v_up = up.unflatten(0, (config.num_attention_heads, -1)).split(
         [config.qk_nope_head_dim, config.v_head_dim], 1
@@ -199,15 +202,15 @@ def _latent(layer: Any, config: Any) -> LatentAttention:
     made = LatentAttention(
         config.hidden_size, config.num_attention_heads, kv_rank=config.kv_lora_rank, q_rank=config.q_lora_rank,
         nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim, v_dim=config.v_head_dim,
-        position=rope_of(config), qkv_bias=down.bias is not None, out_bias=out.bias is not None,
-        mask=_mask(layer, config), scale=layer.scaling, dropout=config.attention_dropout,
+        position=rope_of(config), qkv_bias=_have_biases(down, q_down), q_bias=_have_biases(q_up),
+        out_bias=_have_biases(out), mask=_mask(layer, config), scale=layer.scaling, dropout=config.attention_dropout,
         device=up.device, dtype=up.dtype,
     )  # fmt: skip
-    if config.q_lora_rank is None:
-        _fill(made.q_proj, *affine_of(layer.q_proj))
+    if q_down is None:
+        _fill(made.q_proj, *q_up)
     else:
-        _fill(made.q_down, *affine_of(layer.q_a_proj))
-        _fill(made.q_up, *affine_of(layer.q_b_proj))
+        _fill(made.q_down, *q_down)
+        _fill(made.q_up, *q_up)
         _fill_norm(made.q_norm, layer.q_a_layernorm)
     biases = (None, None) if down.bias is None else down.bias.split(sizes)
     for projection, weight, bias in zip((made.kv_down, made.k_rope), down.weight.split(sizes), biases, strict=True):
@@ -219,11 +222,17 @@ def _latent(layer: Any, config: Any) -> LatentAttention:
     return made
 
 
+def _have_biases(*projections: Affine | None) -> bool:
+    """Whether some of them has a bias."""
+    return any(projection is not None and projection.bias is not None for projection in projections)
+
+
 def _fill(projection: nn.Linear | None, weight: Tensor, bias: Tensor | None) -> None:
+    """Set weight and bias: where other projections have a bias and this one has none, 0 that is not trained."""
     assert projection is not None
     _copy(projection.weight, weight)
-    if bias is not None:
-        _copy(projection.bias, bias)
+    if cast(object, projection.bias) is not None:
+        _copy(projection.bias, weight.new_zeros(weight.shape[0]) if bias is None else bias)
 
 
 def _fill_norm(norm: RMSNorm | None, source: Any) -> None:

@@ -163,14 +163,13 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
     check_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")
     if module.context_dim != module.d_model:
         raise ProblemError("the keys of the module come from a context: latent attention is self-attention.")
-    if _bias(module.k_proj) is not None:
-        reasons = {"a sink": module.sinks, "a softcap": module.softcap}
-        for name, part in reasons.items():
-            if part is not None:
-                raise ProblemError(
-                    f"the module has {name} and biases of keys and values: latent attention cannot represent such "
-                    "biases exactly."
-                )
+    of_keys, of_values = (_bias(projection) is not None for projection in (module.k_proj, module.v_proj))
+    for name, part, biased in (("a sink", module.sinks, of_keys or of_values), ("a softcap", module.softcap, of_keys)):
+        if part is not None and biased:
+            raise ProblemError(
+                f"the module has {name} and biases of keys and values: latent attention cannot represent such "
+                "biases exactly."
+            )
     return rope
 
 
@@ -229,12 +228,13 @@ def _assemble(
     up: Tensor,
 ) -> LatentAttention:
     rope_dims, nope_dims = dims
-    nope, biased = nope_dims.shape[1], weights.q_bias is not None
+    nope, of_values = nope_dims.shape[1], weights.v_bias is not None
     made = LatentAttention(
         module.d_model, module.heads, kv_rank=down.shape[0], nope_dim=nope, rope_dim=rope_dims.shape[1],
         v_dim=module.head_dim, kv_heads=module.kv_heads, rope_heads=module.kv_heads if pairs else 1,
         position=RopePairs(deepcopy(rope), tuple(pairs)) if rope is not None and pairs else None, norm=False,
-        qkv_bias=biased, q_bias=biased, out_bias=biased or _bias(module.o_proj) is not None, mask=deepcopy(module.mask),
+        qkv_bias=of_values or weights.k_bias is not None, q_bias=weights.q_bias is not None,
+        out_bias=of_values or _bias(module.o_proj) is not None, mask=deepcopy(module.mask),
         scale=module.head_dim**-0.5 if module.scale is None else module.scale, softcap=module.softcap,
         sink=module.sinks is not None, dropout=module.dropout, backend=module.backend,
         device=module.q_proj.weight.device, dtype=module.q_proj.weight.dtype,
@@ -284,13 +284,13 @@ def _fill(
     sources: tuple[nn.Linear, ...],
     bias_sources: tuple[nn.Linear, ...] = (),
 ) -> None:
-    """Set weight and bias; each is trained if that of some source is."""
+    """Set weight and bias, which is 0 where None is given; each is trained if that of some source is."""
     if projection is None:
         return
     projection.weight.data.copy_(weight)
     projection.weight.requires_grad_(any(is_trained(source, "weight") for source in sources))
-    if bias is not None and _bias(projection) is not None:
-        projection.bias.data.copy_(bias)
+    if _bias(projection) is not None:
+        projection.bias.data.copy_(torch.zeros_like(projection.bias) if bias is None else bias)
         projection.bias.requires_grad_(any(is_trained(source, "bias") for source in bias_sources))
 
 

@@ -110,7 +110,7 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
         raise RefusalError("\n  ".join(["torch.nn.MultiheadAttention cannot do what this module does:", *reasons]))
     weight = module.q_proj.weight
     theirs = nn.MultiheadAttention(
-        module.d_model, module.heads, module.dropout, bias=_has_bias(module.q_proj),
+        module.d_model, module.heads, module.dropout, bias=any(map(_has_bias, _inputs(module))),
         add_zero_attn=module.sinks is not None, kdim=module.context_dim, vdim=module.context_dim,
         batch_first=batch_first, device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
         else:
             packed.copy_(torch.cat([linear.weight for linear in _inputs(module)]))
         if packed_bias is not None:
-            packed_bias.copy_(torch.cat([linear.bias for linear in _inputs(module)]))
+            packed_bias.copy_(torch.cat([_bias_or_zeros(linear) for linear in _inputs(module)]))
         _copy(theirs.out_proj, module.o_proj.weight, module.o_proj.bias)
     inputs = _inputs(module)
     for name, linear in zip(_weight_names(theirs), inputs, strict=True):
@@ -211,7 +211,7 @@ def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
         yield f"kv_heads={m.kv_heads}: it has a key head for each of the {m.heads} query heads"
     if m.heads * m.head_dim != m.d_model:
         yield f"head_dim={m.head_dim}: its heads are d_model / heads = {m.d_model / m.heads:g} wide"
-    if _has_bias(m.q_proj) != _has_bias(m.o_proj):
+    if any(map(_has_bias, _inputs(m))) != _has_bias(m.o_proj):
         yield "qkv_bias and out_bias differ: it has both biases or neither"
     for name in ("position", "mask", "bias", "score"):
         if (spec := spec_of(name, getattr(m, name))) is not None:
@@ -234,6 +234,10 @@ def _inputs(m: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 
 def _has_bias(linear: nn.Linear) -> bool:
     return cast("Tensor | None", linear.bias) is not None
+
+
+def _bias_or_zeros(linear: nn.Linear) -> Tensor:
+    return linear.bias if _has_bias(linear) else linear.weight.new_zeros(linear.out_features)
 
 
 def _train_as(made: Tensor | None, name: str, *sources: nn.Module) -> None:
