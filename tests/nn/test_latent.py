@@ -2,6 +2,7 @@
 
 import cmath
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import spectral_norm
+from torch.nn.utils.prune import l1_unstructured
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Window
@@ -604,3 +607,18 @@ def test_shares_of_heads_that_do_not_fit_are_refused(absorbed: bool):
     share = of_rank(made("fewer key heads", rope_heads=3), 0, 3, COLUMNS)
     with pytest.raises(ProblemError, match="2 of 6 query heads, and 3 heads of the key part with position"):
         share(tokens(), absorbed=absorbed)
+
+
+@pytest.mark.parametrize("change", [partial(l1_unstructured, name="weight", amount=0.5), spectral_norm])
+def test_weights_that_hooks_compute_are_those_of_now_in_either_form(change):
+    module = made("queries made of x")
+    change(module.k_up)
+    change(module.v_up)
+    module.eval()
+    x, steps = tokens(), torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(2):
+        steps.zero_grad()
+        module(x, absorbed=True).square().sum().backward()
+        steps.step()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, absorbed=True), module(x, absorbed=False), rtol=1e-11, atol=1e-11)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.prune import l1_unstructured
 
 from regard import Causal
 from regard.describe.position import Rope
@@ -172,6 +173,16 @@ def test_weights_that_are_computed_are_refused():
         share_heads(module, 2)
     torch.nn.utils.parametrize.remove_parametrizations(module.k_proj, "weight")
     assert share_heads(module, 2).kv_heads == 2
+
+
+def test_a_query_weight_that_a_hook_computes_is_copied_with_the_hook():
+    module = made()
+    l1_unstructured(module.q_proj, "weight", 0.5)
+    shared = share_heads(module, 3)
+    with torch.no_grad():
+        for each in (module, shared):
+            each.q_proj.weight_orig.mul_(2)
+        torch.testing.assert_close(share_heads(module, 3)(X), shared(X), rtol=0, atol=0)
 
 
 def test_a_score_with_a_part_for_each_key_head_is_refused():

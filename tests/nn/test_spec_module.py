@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 from regard import Alibi, Causal, Documents, KeyLengths, ProblemError, T5Bias, TensorBias, TensorMask, attend
 from regard.extend import Bias, spec
@@ -33,6 +34,18 @@ def test_a_frozen_parameter_can_be_trained_later():
     held = SpecModule(T5Bias(nn.Parameter(torch.zeros(32, 2), requires_grad=False)))
     held.requires_grad_(True)
     assert held.spec.table.requires_grad
+
+
+def test_a_pruned_table_is_trained():
+    module, q = Scores(trained(32, 3)), torch.randn(1, 3, 5, 4)
+    l1_unstructured(module.bias, "table", 0.5)
+    steps = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(2):
+        steps.zero_grad()
+        module(q).square().sum().backward()
+        steps.step()
+    kept = module.bias.table_orig * module.bias.table_mask
+    torch.testing.assert_close(module(q), attend(q, q, q, bias=T5Bias(kept)), rtol=0, atol=0)
 
 
 def test_what_requires_gradients_is_a_parameter_and_the_rest_a_buffer():

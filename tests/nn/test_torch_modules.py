@@ -244,6 +244,31 @@ def test_a_weight_that_is_computed_is_converted_as_it_is(change: Callable[[nn.Li
     assert torch.allclose(to_latent(ours, kv_rank=WIDTH).module(x), truth, atol=1e-5)
 
 
+@pytest.mark.parametrize("change", [nn.utils.spectral_norm, partial(l1_unstructured, name="weight", amount=0.5)])
+def test_a_weight_whose_parameters_changed_since_the_last_call_is_converted_as_it_is_now(
+    change: Callable[[nn.Linear], Any],
+):  # fmt: skip
+    ours, x = from_torch(theirs_of()).eval(), torch.randn(BATCH, TOKENS, WIDTH)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        change(getattr(ours, name))
+    ours(x)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(torch.randn_like(p))
+    latent, theirs = to_latent(ours, kv_rank=WIDTH).module, to_torch(ours)
+    torch.testing.assert_close(theirs(x, x, x)[0], ours(x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(latent(x), ours(x), rtol=1e-3, atol=1e-3)
+
+
+def test_torchs_weight_is_that_of_now():
+    theirs, x = theirs_of(), torch.randn(BATCH, TOKENS, WIDTH)
+    pruned(theirs, "in_proj_weight")
+    with torch.no_grad():
+        theirs.in_proj_weight_orig.mul_(3)
+    ours = from_torch(theirs)
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0], rtol=1e-4, atol=1e-4)
+
+
 def pruned(module: nn.Module, name: str) -> None:
     l1_unstructured(module, name, amount=0.5)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
-from regard.nn.projections import with_forward_of_its_own
+from regard.nn.projections import compute_tensors, with_forward_of_its_own
 from regard.plan.checks import has_own_operators
 
 CONTIGUOUS = {"gpt2": "c_attn", "phi3": "qkv_proj"}
@@ -110,6 +110,7 @@ def affine_of(projection: Any) -> Affine:
         )
     if type(projection).__name__ not in PLAIN and (reason := with_forward_of_its_own(projection)) is not None:
         raise ProblemError(f"a projection {reason}")
+    compute_tensors(projection)
     weight = projection.weight
     return Affine(weight.mT if _is_transposed(projection) else weight, projection.bias)
 

@@ -26,6 +26,7 @@ from regard.nn.call_arguments import both, length_of, observed_mask
 from regard.nn.checks import check_flags, check_input, check_observer
 from regard.nn.latent_checks import beyond_weights, check_absorbed, check_latent_cache, check_sizes
 from regard.nn.norm import RMSNorm
+from regard.nn.projections import compute_tensors
 from regard.nn.rollback import RollbackOnFailure
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.sinks import SinkModule, make_sinks
@@ -221,6 +222,8 @@ class LatentAttention(SinkModule, SpecAttributes):
                 is_less = self._absorbed_is_less(q.shape[2], keys.shape[2])
                 is_possible = beyond_weights(k_up, v_up, with_hooks=True) is None and not are_outputs_replaced()
                 absorbed = is_less and is_possible
+            if absorbed:
+                compute_tensors(k_up, v_up)
             form = self._absorbed if absorbed else self._expanded
             dropped = 0 if cache is None else cache.tokens_seen - keys.shape[2]
             with after_dropped(dropped, cache is not None and cache.has_gaps):

@@ -1,7 +1,10 @@
 """Whether the output of a projection is that of its weight and bias, and whether these are trained.
 
-Conversions read weights, so they refuse a projection with an adapter, a hook or a forward of its own.
+Conversions read weights, so they refuse a projection with an adapter, a hook or a forward of its own. Pruning and norms
+of torch.nn.utils are hooks that compute the weight when the projection is called: `compute_tensors` runs these alone.
 """
+
+from typing import Any
 
 from torch import nn
 
@@ -40,9 +43,24 @@ def _has_hooks(module: nn.Module) -> bool:
     So does one of a user's subclass of them, such as of `BasePruningMethod`, unless it defines `__call__`.
     """
     before = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    calls = [getattr(type(hook).__call__, "__module__", None) or "" for hook in before]
-    others = [defined for defined in calls if not defined.startswith("torch.nn.utils.")]
-    return bool(module._forward_hooks or others)  # pyright: ignore[reportPrivateUsage]
+    return bool(module._forward_hooks) or not all(map(_computes_tensor, before))  # pyright: ignore[reportPrivateUsage]
+
+
+def _computes_tensor(hook: Any) -> bool:
+    """Whether a hook before a call computes a weight and changes no input."""
+    return (getattr(type(hook).__call__, "__module__", None) or "").startswith("torch.nn.utils.")
+
+
+def compute_tensors(*modules: nn.Module | None) -> None:
+    """Compute what hooks of torch.nn.utils (pruning, norms) compute when a module is called: its weight, or another.
+
+    For code that reads the weight and does not call the module. Without this the weight is that of the last call, also
+    where a step of an optimizer or `load_state_dict` has changed what it is computed from.
+    """
+    for module in modules:
+        for hook in () if module is None else module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+            if _computes_tensor(hook):
+                hook(module, ())
 
 
 def with_forward_of_its_own(projection: nn.Module) -> str | None:

@@ -63,12 +63,21 @@ def share_heads(
     kv_heads = whole(kv_heads, "kv_heads", "heads")
     check_sharing(module.kv_heads, kv_heads, how)
     _check_parts(module, kv_heads)
-    shared = deepcopy(module)
+    shared = _copied(module)
     shared.sizes, shared.kv_heads = replace(module.sizes, kv_heads=kv_heads), kv_heads
     shared.k_proj, shared.v_proj = deepcopy((module.k_proj, module.v_proj))  # q_proj may be the same module
     pool = partial(shared_rows, kv_heads=module.kv_heads, into=kv_heads, how=how, generator=generator)
     _pool_projections([(module.k_proj, shared.k_proj), (module.v_proj, shared.v_proj)], pool)
     return shared
+
+
+def _copied(module: MultiHeadAttention) -> MultiHeadAttention:
+    """A deep copy. What hooks (pruning, norms) computed with gradients, which torch cannot copy, has none in it.
+
+    The hooks compute it again when the copy is called.
+    """
+    tensors = [t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor)]
+    return deepcopy(module, {id(t): t.detach().clone() for t in tensors if not t.is_leaf})
 
 
 def _pool_projections(pairs: list[tuple[nn.Linear, nn.Linear]], pool: Callable[[Tensor], Tensor]) -> None:

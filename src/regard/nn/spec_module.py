@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from regard.describe.spec import Spec, map_tuple
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
+from regard.nn.projections import compute_tensors
 
 W = TypeVar("W", bound=Spec)
 
@@ -75,6 +76,7 @@ class SpecModule(nn.Module, Generic[W]):
     @property
     def spec(self) -> W:
         """The spec, with the module's tensors."""
+        compute_tensors(self)
         return cast(W, self._build(self._template) if isinstance(self._template, _Template) else self._template)
 
     def extra_repr(self) -> str:

@@ -25,10 +25,12 @@ from regard.errors import ProblemError
 from regard.nn.checks import check_input
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
-from regard.nn.projections import check_linear, is_trained
+from regard.nn.projections import check_linear, compute_tensors, is_trained
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import spec_of
 from regard.plan.checks import is_finite
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +99,7 @@ def to_latent(
         raise ProblemError(f"inputs have shape {list(inputs.shape)}: expected [tokens, {module.d_model}].")
     if inputs is not None and not (is_finite(inputs) and inputs.any()):
         raise ProblemError("inputs are all 0, or not finite: pass typical inputs of the module, or leave inputs= out.")
+    compute_tensors(*(getattr(module, name) for name in PROJECTIONS))
     weights = _Weights(module)
     pairs = [] if rope is None or not kept else _choose_pairs(weights, rope, kept // 2, inputs)
     rope_dims, nope_dims = _dims(module, rope, pairs)
@@ -160,7 +163,7 @@ def _check_module(module: MultiHeadAttention) -> Rope | None:
     rope = cast("Rope | None", spec_of("position", module.position))
     if rope is not None and has_own_rotate(rope):
         raise ProblemError(f"position={rope!r} has a rotate of its own: latent attention rotates pairs of a Rope.")
-    check_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")
+    check_linear(module, *PROJECTIONS)
     if module.context_dim != module.d_model:
         raise ProblemError("the keys of the module come from a context: latent attention is self-attention.")
     of_keys, of_values = (_bias(projection) is not None for projection in (module.k_proj, module.v_proj))

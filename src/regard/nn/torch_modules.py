@@ -17,7 +17,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RefusalError
 from regard.nn.checks import check_input
 from regard.nn.multi_head import MultiHeadAttention
-from regard.nn.projections import has_other_forward, is_trained, why_not_linear
+from regard.nn.projections import compute_tensors, has_other_forward, is_trained, why_not_linear
 from regard.nn.spec_module import spec_of
 
 
@@ -65,6 +65,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
             f"this torch.nn.MultiheadAttention has kdim={m.kdim} and vdim={m.vdim}: here keys and values come from one "
             "context, so they must be equal."
         )
+    compute_tensors(m)
     packed, packed_bias = cast("list[Tensor | None]", [m.in_proj_weight, m.in_proj_bias])
     weights = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight) if packed is None else packed.chunk(3)
     biases = (None, None, None) if packed_bias is None else packed_bias.chunk(3)
@@ -108,6 +109,7 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
         raise ProblemError(f"to_torch takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}.")
     if reasons := list(_beyond_torch(module)):
         raise RefusalError("\n  ".join(["torch.nn.MultiheadAttention cannot do what this module does:", *reasons]))
+    compute_tensors(*_inputs(module), module.o_proj)
     weight = module.q_proj.weight
     theirs = nn.MultiheadAttention(
         module.d_model, module.heads, module.dropout, bias=any(map(_has_bias, _inputs(module))),

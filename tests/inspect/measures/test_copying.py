@@ -1,9 +1,11 @@
 """Copying: circuits whose effect is known, and the circuits of models against what their own modules compute."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.prune import l1_unstructured
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -202,3 +204,15 @@ def test_tokens_that_cannot_be_copied_are_refused(asked, message):
 def test_a_circuit_and_a_vocabulary_are_of_one_width(measure):
     with pytest.raises(ProblemError, match=r"w_v is .* expected \[kv_heads, v_dim, d_model\]"):
         measure(head(EYE), Vocabulary(EYE[:, :3], EYE[:, :3]))
+
+
+@pytest.mark.parametrize(
+    "kind", [MultiHeadAttention, partial(LatentAttention, kv_rank=5, nope_dim=4, rope_dim=0, v_dim=4)]
+)
+def test_a_circuit_has_the_pruned_weights_of_now(kind):
+    module = kind(8, heads=2)
+    values, before = module.v_proj if kind is MultiHeadAttention else module.v_up, circuit_of(module).w_v.clone()
+    l1_unstructured(values, "weight", 0.0)
+    with torch.no_grad():
+        values.weight_orig.mul_(2)
+    torch.testing.assert_close(circuit_of(module).w_v, 2 * before)

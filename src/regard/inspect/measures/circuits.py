@@ -13,6 +13,7 @@ from regard.integrate.modules import with_weights_of
 from regard.integrate.projections import projections_of
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.projections import compute_tensors
 from regard.nn.transformer import Decoder
 
 
@@ -155,6 +156,8 @@ def circuit_of(attention: MultiHeadAttention | LatentAttention) -> Circuit:
     >>> found.w_v.shape, found.w_o.shape
     (torch.Size([2, 8, 32]), torch.Size([4, 8, 32]))
     """
+    is_latent = isinstance(attention, LatentAttention)
+    compute_tensors(attention.o_proj, *((attention.kv_down, attention.v_up) if is_latent else (attention.v_proj,)))
     w_o = attention.o_proj.weight.detach().unflatten(1, (attention.heads, -1)).permute(1, 2, 0)
     if isinstance(attention, LatentAttention):
         down = attention.kv_down.weight if attention.kv_norm is None else _scaled(attention.kv_down.weight, attention)
