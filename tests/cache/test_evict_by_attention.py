@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, KeyLengths, ProblemError, Window
+from regard import Causal, KeyLengths, MaskFunction, ProblemError, Window
 from regard.cache import query_observer
 from regard.cache.evict import Eviction, Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
@@ -266,6 +266,24 @@ def test_a_mask_goes_along():
             cache.observe(s.q[:, :, :40], mask=mask)
             kept = feed(cache, s, [1], 40)[0]
             assert ((kept >= 7) & (kept < 23)).any() == (keeps_hidden if mask is not None else True)
+
+
+@pytest.mark.parametrize("tokens", [29, 40])
+@pytest.mark.parametrize(
+    "word", [H2O(15, recent=0), TOVA(15), SnapKV(15, window=3), ExpectedAttention(15, future=3)], ids=str
+)
+def test_a_mask_counts_as_it_was_when_its_queries_were_observed(word: Eviction, tokens: int):
+    """Its tensors may be written to before the eviction: lengths that grow with each token, or a closure's."""
+    s, kept = stream(41), []
+    for added in (0, 14):
+        lengths, cache = torch.tensor([tokens, 5]), KVCache(evict=word)
+        masks = KeyLengths(lengths), MaskFunction(lambda b, h, q, k, lengths=lengths: k < lengths[b])
+        _, k, v = s.tokens(0, tokens)
+        cache.append(k, v)
+        cache.observe(s.q[:, :, :tokens], mask=Causal() & masks[0] & masks[1])
+        lengths += added
+        kept.append(feed(cache, s, [1], tokens)[0])
+    assert torch.equal(*kept)
 
 
 def test_a_mask_of_the_whole_prompt_serves_its_last_queries():

@@ -26,8 +26,9 @@ from torch.nn.functional import pad
 
 from regard.cache.evict import E, EvictionState
 from regard.cache.store import Store
-from regard.describe.mask import CallSizes, Mask
+from regard.describe.mask import CallSizes, Mask, broadcast_shape_of, kept_pairs
 from regard.describe.mask_by_rule import Causal
+from regard.describe.mask_by_table import TensorMask
 from regard.describe.spec import bound_to
 from regard.errors import ProblemError
 from regard.wide import wide_of
@@ -106,6 +107,17 @@ class QueryWindow(NamedTuple):
     def copied(self) -> "QueryWindow":
         """The window with memory of its own, so that a few queries do not keep a whole prompt in memory."""
         return self._replace(q=self.q.clone())
+
+    def kept(self) -> "QueryWindow":
+        """The window to be read later: a copy, whose mask is what it is now, even if its tensors are written to."""
+        window = self.copied()
+        if self.mask is None or self.mask.constant() is not None:
+            return window
+        batch, heads = (torch.arange(size, device=self.q.device) for size in broadcast_shape_of(self.mask))
+        q = torch.arange(self.first, self.first + self.queries, device=self.q.device)[:, None]
+        k = torch.arange(self.tokens, device=self.q.device)
+        pairs = kept_pairs(self.mask, batch[:, None, None, None], heads[:, None, None], q, k)
+        return window._replace(mask=TensorMask(pairs.clone(), self.first))
 
     def follows(self, other: "QueryWindow") -> bool:
         """Whether its queries come right after those of the other, both with a causal mask."""
@@ -249,7 +261,7 @@ class QueryAccumulator(QueryObserver[E]):
             self._before = window.first, before
             self.accumulate([window], store)
         else:
-            self.windows = [*self.windows, window.copied()]
+            self.windows = [*self.windows, window.kept()]
 
     def keep(self, index: Tensor) -> None:
         self._before = None
@@ -306,7 +318,7 @@ class RecentQueries(QueryObserver[E]):
     def add(self, window: QueryWindow, store: Store) -> None:
         before = last_queries(self.windows, max(self.need, self.need + BUFFERED - window.queries))
         self.windows = [*before, *last_queries([window], self.need + BUFFERED)]
-        self.windows[-1] = self.windows[-1].copied()
+        self.windows[-1] = self.windows[-1].kept()
 
     def votes(self, store: Store) -> Tensor:
         """The column sums of the last `need` queries, [batch, kv_heads, tokens]."""
