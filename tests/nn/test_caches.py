@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from regard import Alibi, Causal, Prefix, ProblemError, Rope, TensorMask, Window, attend
 from regard.cache import ExpectedAttention, KVCache
@@ -336,3 +337,14 @@ def test_expected_attention_is_given_the_rotation(position: Rope | None, rope: R
     assert all(pair.own.evict == ExpectedAttention(31, rope=rope) for pair in caches)
     made.generate(torch.randint(29, (BATCH, 23)), 20, caches=caches)
     assert all(pair.own.tokens <= 32 for pair in caches)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_caches_get_the_rope_of_an_attention_in_a_wrapper(wrap: Callable[[Any], Any]):
+    model = Decoder(19, 16, 2, heads=4, position=Rope(4))
+    for block in model.body.blocks:
+        block.attention = wrap(block.attention)
+    assert [pair.own.layout for pair in model.caches(Rolling(16))] == [Rolling(16, rope=Rope(4))] * 2
+    assert [pair.own.evict for pair in model.caches(evict=ExpectedAttention(9))] == [
+        ExpectedAttention(9, rope=Rope(4))
+    ] * 2

@@ -30,6 +30,9 @@ POSITIONS: dict[str, Any] = {
 }
 
 
+LATENT = {"kv_rank": 7, "nope_dim": 5, "rope_dim": 0, "v_dim": 4}
+
+
 def decoder(position: str = "rope", **words: Any) -> Decoder:
     return Decoder(VOCABULARY, WIDTH, 2, HEADS, **({"kv_heads": 2, "position": POSITIONS[position]()} | words))
 
@@ -188,6 +191,16 @@ def test_pure_attention_makes_tokens_alike_and_skips_keep_them_apart():
     assert all(later < earlier**2.5 for earlier, later in pairwise(pure))
     assert pure[-1] < 1e-9
     assert min(residuals(mlp=False)) > 0.5
+
+
+@pytest.mark.parametrize("attention", [MultiHeadAttention, partial(LatentAttention, **LATENT)])
+def test_a_model_has_the_dtype_and_the_device_of_its_attention(attention: Any):
+    table = T5Bias(nn.Parameter(torch.randn(32, HEADS)))  # float32, and no part of what decides
+    position = table if attention is MultiHeadAttention else None
+    model = Decoder(VOCABULARY, WIDTH, 2, HEADS, position=position, attention=partial(attention, dtype=torch.bfloat16))
+    assert model(some_tokens(2, 7)).dtype == torch.bfloat16
+    block = Block(attention(WIDTH, HEADS, device="meta"))
+    assert block(torch.empty(2, 7, WIDTH, device="meta")).is_meta
 
 
 def test_blocks_are_traced_whole():

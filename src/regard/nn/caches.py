@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 
 from regard.cache import ExpectedAttention, KVCache
 from regard.cache.store import Policy
-from regard.describe.position import Rope, has_own_rotate
+from regard.describe.position import Position, Rope, has_own_rotate
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.spec_module import spec_of
 from regard.storage.codec import Codec
@@ -40,17 +41,23 @@ def caches_for(
     ]
 
 
+def _position_of(attention: object) -> Position | None:
+    """The position of multi-head attention, also where a wrapper has it: of torch.compile, of checkpointing."""
+    parts = attention.modules() if isinstance(attention, nn.Module) else ()
+    found = next((part for part in parts if isinstance(part, MultiHeadAttention)), None)
+    return None if found is None else spec_of("position", found.position)
+
+
 def _layout_with_rope(layout: Layout | None, attention: object) -> Layout | None:
-    position = attention.position if isinstance(attention, MultiHeadAttention) else None
+    position = _position_of(attention)
     if isinstance(layout, Rolling) and layout.rope is None and position is not None:
-        return replace(layout, rope=spec_of("position", position))
+        return replace(layout, rope=cast(Rope, position))
     return layout
 
 
 def _policy_with_rope(evict: Policy | None, attention: object) -> Policy | None:
     """The policy with the module's rope, unless queries cannot be unrotated: by a `rotate` of its own, or by length."""
-    position = attention.position if isinstance(attention, MultiHeadAttention) else None
-    rope = spec_of("position", position)
+    rope = _position_of(attention)
     if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):
         return evict
     if has_own_rotate(rope) or (rope.scaling is not None and rope.scaling.looks_at_length()):

@@ -51,6 +51,8 @@ class Block(nn.Module):
             network whose tokens become equal at a double exponential rate. Dong et al. 2021, arXiv:2103.03404, §2.
         mlp: whether there is an MLP.
 
+    Norms and MLP are made on the device and in the dtype of the attention's weights.
+
     >>> from regard import Causal
     >>> block = Block(MultiHeadAttention(64, heads=8, mask=Causal()))
     >>> block(torch.randn(1, 10, 64)).shape
@@ -64,13 +66,13 @@ class Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_flags(skip=skip, mlp=mlp)
-        d_model = attention.d_model
+        d_model, place = attention.d_model, _place_of(attention.o_proj)
         self.skip, self.attention, self.cross = skip, attention, cross
-        self.attention_norm = RMSNorm(d_model)
-        self.cross_norm = None if cross is None else RMSNorm(d_model)
-        self.mlp_norm = RMSNorm(d_model) if mlp else None
+        self.attention_norm = RMSNorm(d_model, **place)
+        self.cross_norm = None if cross is None else RMSNorm(d_model, **place)
+        self.mlp_norm = RMSNorm(d_model, **place) if mlp else None
         w = 4 * d_model if hidden is None else whole(hidden, "hidden", "dimensions", least=1)
-        up, down = nn.Linear(d_model, w, bias=False), nn.Linear(w, d_model, bias=False)
+        up, down = nn.Linear(d_model, w, bias=False, **place), nn.Linear(w, d_model, bias=False, **place)
         self.mlp = nn.Sequential(up, nn.GELU(), down) if mlp else None
 
     @suggest_keywords
@@ -111,7 +113,7 @@ class Encoder(SharesTensors, SpecAttributes):
         context_dim: width of the context for cross-attention in every block; None for none.
         hidden, skip, mlp: as in `Block`.
         attention: creates a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`; the arguments here
-            override its own.
+            override its own. The model is made on the device and in the dtype of its weights.
 
     `position` and `mask` may be a `SpecModule`.
 
@@ -157,7 +159,9 @@ class Encoder(SharesTensors, SpecAttributes):
         cross = partial(across, context_dim=context_dim, mask=None, position=None, bias=None)
         made: Iterable[Any] = ((own(), cross() if context_dim is not None else None) for _ in range(layers))
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
-        self.norm = RMSNorm(d_model)
+        place = _place_of(cast(Block, self.blocks[0]).attention_norm) if layers else {}
+        self.embedding.to(**place)
+        self.norm = RMSNorm(d_model, **place)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
 
     def _check_spec(self, name: str, spec: object) -> None:
@@ -242,7 +246,7 @@ class Decoder(SharesTensors):
             mask=Causal() if own is None else Causal() & own, context_dim=context_dim, hidden=hidden, skip=skip,
             mlp=mlp, attention=attention,
         )  # fmt: skip
-        self.unembedding = nn.Linear(d_model, vocabulary, bias=False)
+        self.unembedding = nn.Linear(d_model, vocabulary, bias=False, **_place_of(self.body.norm))
         if tied:
             self.unembedding.weight = self.body.embedding.weight
 
@@ -318,6 +322,13 @@ class Transformer(nn.Module):
             target, count, temperature=temperature, context=self.encoder(source, mask=mask), context_mask=mask,
             generator=generator,
         )  # fmt: skip
+
+
+def _place_of(part: nn.Module) -> dict[str, Any]:
+    """The `device` and the `dtype` of the weight of a projection or a norm; none if it is not of floats (quantised)."""
+    weight: object = part.weight
+    is_float = isinstance(weight, Tensor) and weight.is_floating_point()
+    return {"device": weight.device, "dtype": weight.dtype} if is_float else {}
 
 
 def _check_tokens(tokens: Tensor) -> None:
