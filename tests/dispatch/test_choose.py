@@ -179,6 +179,13 @@ def test_bytes_of_values_that_lie_in_the_keys_count_once():
     assert explain(torch.randn(1, 4, 1, 48), k, v, mask=Causal()).bytes == 4 * (48 + 32) * 4 + cache.bytes
 
 
+def test_the_bytes_of_keys_of_which_some_are_codes_are_whole():
+    """107.2 bytes for each of 400 keys, whose product is less than 42,880 in floating point."""
+    cache = KVCache(codec=Int8(group=16, residual=4))
+    k, v = cache.append(torch.randn(2, 2, 100, 32), torch.randn(2, 2, 100, 32))
+    assert explain(torch.randn(2, 4, 1, 32), k, v).bytes == 2 * 4 * (32 + 32) * 4 + cache.bytes
+
+
 def test_bytes_of_rows_of_their_own_lengths_are_those_of_their_tokens():
     lengths = torch.tensor([9, 4])
     parts = (Part(9, torch.randn(2, 1, 16, 3), row_ends=lengths) for _ in range(2))

@@ -41,4 +41,4 @@ def bytes_moved(schedule: Schedule, *, kv_heads: int, of_query: float, of_key: f
     copies = (schedule.batch // batches if batches else 0) * (kv_heads if heads == 1 else 1)
     if heads > 1:  # the mean over the heads of a group
         copies = copies * kv_heads / schedule.heads
-    return int(rows * of_query + schedule.keys_read * copies * of_key)
+    return round(rows * of_query + schedule.keys_read * copies * of_key)  # of_key may be a mean over stored keys
