@@ -99,7 +99,7 @@ def to_latent(
         raise ProblemError(f"inputs have shape {list(inputs.shape)}: expected [tokens, {module.d_model}].")
     if inputs is not None and not (is_finite(inputs) and inputs.any()):
         raise ProblemError("inputs are all 0, or not finite: pass typical inputs of the module, or leave inputs= out.")
-    compute_tensors(*(getattr(module, name) for name in PROJECTIONS))
+    compute_tensors(module, *(getattr(module, name) for name in PROJECTIONS))
     weights = _Weights(module)
     pairs = [] if rope is None or not kept else _choose_pairs(weights, rope, kept // 2, inputs)
     rope_dims, nope_dims = _dims(module, rope, pairs)

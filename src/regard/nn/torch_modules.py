@@ -109,7 +109,7 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
         raise ProblemError(f"to_torch takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}.")
     if reasons := list(_beyond_torch(module)):
         raise RefusalError("\n  ".join(["torch.nn.MultiheadAttention cannot do what this module does:", *reasons]))
-    compute_tensors(*_inputs(module), module.o_proj)
+    compute_tensors(module, *_inputs(module), module.o_proj)
     weight = module.q_proj.weight
     theirs = nn.MultiheadAttention(
         module.d_model, module.heads, module.dropout, bias=any(map(_has_bias, _inputs(module))),
