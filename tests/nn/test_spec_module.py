@@ -3,11 +3,11 @@
 import copy
 import pickle
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
 
 from regard import Alibi, Causal, Documents, KeyLengths, ProblemError, T5Bias, TensorBias, TensorMask, attend
@@ -44,7 +44,7 @@ def test_a_pruned_table_is_trained():
         steps.zero_grad()
         module(q).square().sum().backward()
         steps.step()
-    kept = module.bias.table_orig * module.bias.table_mask
+    kept = cast(Tensor, module.bias.table_orig) * cast(Tensor, module.bias.table_mask)
     torch.testing.assert_close(module(q), attend(q, q, q, bias=T5Bias(kept)), rtol=0, atol=0)
 
 

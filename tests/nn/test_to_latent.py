@@ -84,7 +84,7 @@ def test_projections_of_which_some_have_biases_stay_exact(kind: str, without: st
 
 def test_biases_of_values_alone_are_refused_beside_a_sink():
     module = made(qkv_bias=True, sink=True)
-    module.k_proj.bias = None
+    module.k_proj.register_parameter("bias", None)
     with pytest.raises(ProblemError, match="a sink and biases"):
         to_latent(module, 8)
 
