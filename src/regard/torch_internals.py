@@ -258,6 +258,29 @@ def is_mapped(t: Tensor) -> bool:
     return is_batched(without_gradient_wrappers(t))
 
 
+_level_of: Callable[[Tensor], int] = _find(
+    "torch._C._functorch.maybe_get_level",
+    lambda _: sys.maxsize,
+    "a function of a mask that reads what torch.vmap maps over, inside of a derivative, fails with torch's own error, "
+    "or ends the process",
+)
+"""The depth of the transform that made this wrapper of `torch.func`; torch 2.0."""
+
+
+def transform_depth() -> int:
+    """How many transforms of `torch.func` are at work, one inside of the other."""
+    return len(_func_transforms() or ())
+
+
+def is_mapped_at(depth: int, t: Tensor) -> bool:
+    """Whether a `torch.vmap` of at most this depth maps over the tensor, also where other transforms follow it."""
+    while is_batched(t) or _is_gradient_wrapper(t):
+        if is_batched(t) and _level_of(t) <= depth:
+            return True
+        t = _unwrapped_once(t)
+    return False
+
+
 _is_lazy_zero: Callable[[Tensor], bool] = _find(
     "torch.Tensor._is_zerotensor",
     lambda _: False,

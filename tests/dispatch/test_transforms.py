@@ -1,5 +1,6 @@
 """`torch.func` and vmap, derivatives of every order, and what of these is refused where torch traces the call."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -81,6 +82,40 @@ def test_a_mask_that_vmap_maps_over_is_refused_inside_of_a_gradient_too():
     for function in (loss, torch.func.grad(loss)):
         with pytest.raises(ProblemError, match="mapped over by vmap"):
             torch.vmap(function)(torch.stack([Q, 2 * Q]))
+
+
+READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda size: size,
+    "an element": lambda size: size[0],
+    "a reduction": lambda size: size.max(),  # it would end the process
+}
+
+
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_a_function_whose_tensor_vmap_maps_over_is_refused_inside_of_other_transforms_too(
+    read: Callable[[Tensor], Tensor],
+):
+    def loss(q: Tensor, size: Tensor) -> Tensor:
+        return attend(q, K, V, mask=MaskFunction(lambda b, h, q, k: q - k < read(size))).sum()
+
+    def tangent(q: Tensor, size: Tensor) -> Tensor:
+        return torch.func.jvp(lambda q: loss(q, size), (q,), (q,))[1]
+
+    def mapped(q: Tensor, size: Tensor) -> Tensor:
+        return torch.vmap(lambda q: loss(q, size))(q[None])
+
+    for function in (torch.func.grad(loss), tangent, mapped):
+        with pytest.raises(ProblemError, match=r"MaskFunction\(.*\) is mapped over by vmap"):
+            torch.vmap(function, in_dims=(None, 0))(Q, torch.arange(1, 3)[:, None])
+
+
+def test_a_function_may_read_the_size_of_a_tensor_that_vmap_maps_over():
+    def loss(q: Tensor, of_size: Tensor) -> Tensor:
+        return attend(q, K, V, mask=MaskFunction(lambda b, h, q, k: q - k < of_size.shape[0] + len(of_size) - 3)).sum()
+
+    expected = torch.func.grad(loss)(Q, torch.ones(4))
+    found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(Q, torch.ones(2, 4))
+    torch.testing.assert_close(found, torch.stack([expected, expected]))
 
 
 def small(*sizes: int) -> Tensor:

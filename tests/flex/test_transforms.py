@@ -157,9 +157,10 @@ def test_compiled_derivatives_are_those_of_the_masked_call(
         torch.testing.assert_close(tuple(found), tuple(expected), atol=1e-10, rtol=1e-10)
 
 
-def test_a_mask_that_vmap_maps_over_inside_a_derivative_is_refused_in_words():
+@pytest.mark.parametrize("of", [lambda t, h: 4 + t[h] * 0, lambda t, h: t.max()], ids=["an element", "a reduction"])
+def test_a_mask_that_vmap_maps_over_inside_a_derivative_is_refused_in_words(of: Callable[[Tensor, Tensor], Tensor]):
     def call(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
-        mask = create_block_mask(lambda b, h, q, k: k < 4 + t[h] * 0, None, HEADS, TOKENS, TOKENS, "cpu")
+        mask = create_block_mask(lambda b, h, q, k: k < of(t, h), None, HEADS, TOKENS, TOKENS, "cpu")
         return flex_attention(q, k, v, None, mask)
 
     with pytest.raises(RefusalError, match=r"reads a tensor that torch\.vmap maps over, inside of a derivative"):

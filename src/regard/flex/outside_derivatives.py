@@ -6,9 +6,11 @@ see different tensors.
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
+from regard.describe.outside_transforms import outside_transforms
 from regard.errors import RefusalError
-from regard.torch_internals import ignore_func_transforms, in_func_derivative
+from regard.torch_internals import in_func_derivative
 
 
 @contextmanager
@@ -21,13 +23,8 @@ def outside_derivatives() -> Generator[None]:
     if not in_func_derivative():
         yield
         return
-    try:
-        with ignore_func_transforms():
-            yield
-    except NotImplementedError as error:
-        if "BatchedTensor" not in str(error):
-            raise
-        raise mapped_mask(", inside of a derivative") from error
+    with outside_transforms(partial(mapped_mask, ", inside of a derivative")):
+        yield
 
 
 def mapped_mask(where: str = "") -> RefusalError:

@@ -165,9 +165,12 @@ def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
 def check_is_not_mapped(mask: Mask, t: Tensor) -> None:
     """Raise `ProblemError` if vmap maps over a tensor of the mask, or over what its `keep` returned."""
     if is_mapped(t):
-        raise ProblemError(
-            f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
-        )
+        raise mapped(mask)
+
+
+def mapped(mask: Mask) -> ProblemError:
+    """The error for a mask that reads a tensor which vmap maps over."""
+    return ProblemError(f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead.")
 
 
 def check_has_data(mask: Mask) -> None:

@@ -7,6 +7,8 @@ level are evaluated at once, as arrays, so the cost follows the mask's boundary 
 that stay undecided are evaluated pair by pair, one tile for each signature (`Mask.signature`).
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -24,14 +26,14 @@ from regard.describe.mask import (
     kept_pairs,
     marked,
 )
+from regard.describe.outside_transforms import outside_transforms
 from regard.describe.tensors import reads_again, unchanged
 from regard.lru_cache import LRUCache
-from regard.plan.checks import check_is_not_mapped
+from regard.plan.checks import check_is_not_mapped, mapped
 from regard.plan.closed_form import CELLS, Grid, closed_form
 from regard.plan.few_pairs import few_pairs, has_few_pairs
 from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
-from regard.torch_internals import ignore_func_transforms
 
 CHUNK = 1 << 22
 """Pairs per call of `keep`: making a schedule takes a few times this many bytes of memory."""
@@ -229,8 +231,7 @@ def _bits(mask: Mask, grid: Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
 def _evaluate(mask: Mask, tile: int, r: Rectangles) -> Bools:
     """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges of the call."""
     steps = np.arange(tile)
-    # also under torch.func: a mask is only read, not differentiated or mapped
-    with ignore_func_transforms():
+    with outside_transforms(partial(mapped, mask)):
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
         q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
         kept = kept_pairs(mask, b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1))
