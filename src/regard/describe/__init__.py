@@ -2,7 +2,8 @@
 
 ```
 specs       spec.py (`Spec`), fingerprint.py (a spec without its tensors), serialized.py (as JSON and tensors)
-content     content.py, code_reads.py (of functions), object_state.py (of objects), tensors.py (of tensors)
+content     content.py, code_reads.py (of functions), object_state.py (of objects), tensors.py (of tensors);
+            outside_transforms.py (what a mask reads under `torch.func`)
 masks       mask.py (`Mask`, `& | ~`), mask_by_rule.py (`Causal`, `Window` ...), mask_by_table.py (`Documents`,
             `TensorMask` ...), mask_by_term.py, mask_function.py (`MaskFunction`), check_mask.py, draw_mask.py
   bounds    interval.py (kept keys as intervals), rectangle_tables.py (look-ups for many rectangles)

@@ -4,18 +4,20 @@
 table of counts where a mask is a tensor. Small calls under a mask of their own take a fraction of that.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from regard.describe.mask import Bools, Mask, is_made_of, kept_pairs
+from regard.describe.mask import Bools, Ints, Mask, is_made_of, kept_pairs
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
 from regard.describe.mask_by_term import MaskTerm
 from regard.describe.mask_function import MaskFunction
-from regard.plan.checks import check_is_not_mapped
+from regard.describe.outside_transforms import outside_transforms
+from regard.plan.checks import check_is_not_mapped, mapped
 from regard.plan.closed_form import Grid, schedule_of
 from regard.plan.schedule import ONES, Schedule
-from regard.torch_internals import ignore_func_transforms
 
 PAIRS = 1 << 17
 """The most pairs. Tables of bools take less time at twice as many, masks with simple bounds more (Zen 4)."""
@@ -53,10 +55,15 @@ def few_pairs(mask: Mask, grid: Grid) -> Schedule:
 
 def _kept(mask: Mask, grid: Grid) -> Bools:
     """`keep` of every pair, bool [maps, queries, keys]."""
-    queries, keys = np.arange(grid.offset, grid.offset + grid.queries), np.arange(grid.keys)
-    # also under torch.func: a mask is only read, not differentiated or mapped
-    with ignore_func_transforms():
-        b, h, q, k = (torch.from_numpy(x) for x in (*map(np.arange, grid.maps), queries, keys))
-        kept = kept_pairs(mask, b[:, None, None, None], h[:, None, None], q[:, None], k)
+    b, h = map(np.arange, grid.maps)
+    q, k = np.arange(grid.offset, grid.offset + grid.queries), np.arange(grid.keys)
+    kept = evaluated(mask, b[:, None, None, None], h[:, None, None], q[:, None], k)
+    return np.broadcast_to(kept, (*grid.maps, grid.queries, grid.keys)).reshape(-1, grid.queries, grid.keys)
+
+
+def evaluated(mask: Mask, b: Ints, h: Ints, q: Ints, k: Ints) -> Bools:
+    """`keep` of positions that broadcast, as outside of `torch.func`: a mask is neither differentiated nor mapped."""
+    with outside_transforms(partial(mapped, mask)):
+        kept = kept_pairs(mask, *map(torch.from_numpy, (b, h, q, k)))
         check_is_not_mapped(mask, kept)
-        return kept.cpu().expand(*grid.maps, grid.queries, grid.keys).numpy().reshape(-1, grid.queries, grid.keys)
+        return kept.cpu().numpy()

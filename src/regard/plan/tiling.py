@@ -7,10 +7,7 @@ level are evaluated at once, as arrays, so the cost follows the mask's boundary 
 that stay undecided are evaluated pair by pair, one tile for each signature (`Mask.signature`).
 """
 
-from functools import partial
-
 import numpy as np
-import torch
 
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.interval import FAR, Interval, Union, step_left
@@ -23,15 +20,12 @@ from regard.describe.mask import (
     bounds_of,
     broadcast_shape_of,
     intervals_of,
-    kept_pairs,
     marked,
 )
-from regard.describe.outside_transforms import outside_transforms
 from regard.describe.tensors import reads_again, unchanged
 from regard.lru_cache import LRUCache
-from regard.plan.checks import check_is_not_mapped, mapped
 from regard.plan.closed_form import CELLS, Grid, closed_form
-from regard.plan.few_pairs import few_pairs, has_few_pairs
+from regard.plan.few_pairs import evaluated, few_pairs, has_few_pairs
 from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
 
@@ -231,11 +225,9 @@ def _bits(mask: Mask, grid: Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
 def _evaluate(mask: Mask, tile: int, r: Rectangles) -> Bools:
     """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges of the call."""
     steps = np.arange(tile)
-    with outside_transforms(partial(mapped, mask)):
-        b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
-        q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
-        kept = kept_pairs(mask, b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1))
-        check_is_not_mapped(mask, kept)
-        kept = kept.cpu()
-        whole = bool((q1 - q0 == tile).all() and (k1 - k0 == tile).all())
-        return kept.expand(len(b), tile, tile).numpy() if whole else (kept & (q < q1) & (k < k1)).numpy()
+    b, h, q0, q1, k0, k1 = (side[:, None, None] for side in r)
+    q, k = q0 + steps[:, None], k0 + steps
+    kept = evaluated(mask, b, h, np.minimum(q, q1 - 1), np.minimum(k, k1 - 1))
+    if (q1 - q0 == tile).all() and (k1 - k0 == tile).all():
+        return np.broadcast_to(kept, (len(b), tile, tile))
+    return kept & (q < q1) & (k < k1)
