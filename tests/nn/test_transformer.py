@@ -203,6 +203,25 @@ def test_a_model_has_the_dtype_and_the_device_of_its_attention(attention: Any):
     assert block(torch.empty(2, 7, WIDTH, device="meta")).is_meta
 
 
+class Wrapped(nn.Module):
+    """A module without a weight, as an adapter, or an attention of a user."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.d_model = inner, WIDTH
+
+    def forward(self, x: Tensor, **words: Any) -> Tensor:
+        return self.inner(x, **words)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_block_of_a_wrapped_attention_or_projection_is_made_where_that_is(whole: bool):
+    attention: Any = MultiHeadAttention(WIDTH, HEADS, dtype=torch.bfloat16)
+    attention.o_proj = Wrapped(attention.o_proj)
+    block = Block(Wrapped(attention) if whole else attention)
+    assert block(torch.randn(2, 7, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_blocks_are_traced_whole():
     model, tokens = decoder("t5"), some_tokens(2, 13)
     traced = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -66,7 +66,7 @@ class Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_flags(skip=skip, mlp=mlp)
-        d_model, place = attention.d_model, _place_of(attention.o_proj)
+        d_model, place = attention.d_model, _place_of(getattr(attention, "o_proj", attention))
         self.skip, self.attention, self.cross = skip, attention, cross
         self.attention_norm = RMSNorm(d_model, **place)
         self.cross_norm = None if cross is None else RMSNorm(d_model, **place)
@@ -325,10 +325,12 @@ class Transformer(nn.Module):
 
 
 def _place_of(part: nn.Module) -> dict[str, Any]:
-    """The `device` and the `dtype` of the weight of a projection or a norm; none if it is not of floats (quantised)."""
-    weight: object = part.weight
-    is_float = isinstance(weight, Tensor) and weight.is_floating_point()
-    return {"device": weight.device, "dtype": weight.dtype} if is_float else {}
+    """The `device` and the `dtype` of the first float Parameter; none if there is none (a quantised projection).
+
+    An adapter round a projection has no weight of its own, so its Parameters are read.
+    """
+    weight = next((p for p in part.parameters() if p.is_floating_point()), None)
+    return {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
 
 
 def _check_tokens(tokens: Tensor) -> None:
