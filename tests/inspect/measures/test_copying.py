@@ -216,3 +216,19 @@ def test_a_circuit_has_the_pruned_weights_of_now(kind):
     with torch.no_grad():
         values.weight_orig.mul_(2)
     torch.testing.assert_close(circuit_of(module).w_v, 2 * before)
+
+
+@pytest.mark.parametrize("kind", ["regard", "transformers"])
+def test_a_vocabulary_has_the_pruned_weights_of_now(kind):
+    torch.manual_seed(3)
+    if kind == "regard":
+        model: Any = Decoder(37, 24, layers=1, heads=4)
+        table = model.unembedding
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        table = model.lm_head
+    before = circuits(model)[1].unembedding.clone()
+    l1_unstructured(table, "weight", 0.0)
+    with torch.no_grad():
+        table.weight_orig.mul_(2)
+    torch.testing.assert_close(circuits(model)[1].unembedding, 2 * before)

@@ -77,6 +77,7 @@ def parts_of(model: nn.Module) -> Parts:
     whole: Any = model
     if isinstance(model, Decoder):
         body = cast(Any, model.body)
+        compute_tensors(body.embedding, model.unembedding)
         layers = [(block.attention, block.attention_norm) for block in body.blocks]
         return Parts(layers, body.norm, body.embedding.weight, model.unembedding.weight)
     config = getattr(model, "config", None)
@@ -105,7 +106,9 @@ def _parts_by_name(model: Any, config: Any, names: Names) -> Parts:
         raise AttributeError("its norms come after attention")
     for attention, _ in pairs if config.model_type not in modules.LATENT else ():
         projections_of(attention, config)
-    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    of_tables = model.get_input_embeddings(), model.get_output_embeddings()
+    compute_tensors(*of_tables)
+    tables = of_tables[0].weight, of_tables[1].weight
     if tables[0].shape != tables[1].shape:
         raise AttributeError(f"embeddings {list(tables[0].shape)} and unembeddings {list(tables[1].shape)} differ")
     embedding_norm = None if names.embedding_norm is None else getattr(body, names.embedding_norm)
