@@ -32,23 +32,25 @@ flags() {
     fi
 }
 
-# compile ISA SOURCE FLAGS...: one file of its kernels.
+# compile ISA SOURCE FLAGS...: one file of its kernels, of native/ or $place.
 compile() {
+    local source=native/$2
+    [ -f "$source" ] || source=$place/$2
     # shellcheck disable=SC2086
     "$compiler" $common -DREGARD_ISA="isa_$1" -DREGARD_KERNELS="$1" -fno-math-errno -fno-trapping-math "${@:3}" \
-        -c "$2" -o "$place/$1_$(basename "$2" .cpp).o"
+        -c "$source" -o "$place/$1_${2%.cpp}.o"
 }
 export -f compile
 export compiler common place
 
 # kernels ISA: a line for each file that CMakeLists.txt compiles for it.
 kernels() {
-    local more="" sources="native/kernels.cpp native/kernels_gradients.cpp" source
+    local more="" sources="kernels.cpp kernels_gradients.cpp" source
     case $1 in
-        avx512vnni | amx) sources=native/kernels_${1#avx512}.cpp ;;
+        avx512vnni | amx) sources=kernels_${1#avx512}.cpp ;;
         # Other sets have vectors by hand: the checks of undefined operations would take minutes to compile.
-        portable) sources="$place/kernels_forward.cpp $sources" more=-fsanitize=undefined ;;
-        *) sources="native/kernels_f32.cpp native/kernels_bf16.cpp native/kernels_f16.cpp $sources" ;;
+        portable) sources="kernels_forward.cpp $sources" more=-fsanitize=undefined ;;
+        *) sources="kernels_f32.cpp kernels_bf16.cpp kernels_f16.cpp $sources" ;;
     esac
     for source in $sources; do echo "$1 $source $(flags "$1") $more -Inative -fno-lto"; done
 }
