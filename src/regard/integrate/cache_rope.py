@@ -58,7 +58,7 @@ def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> R
 
     >>> from transformers import LlamaConfig
     >>> rope_for(LlamaConfig(head_dim=64))
-    Rope(dim=64, base=10000.0)
+    Rope(dim=64)
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get(kind, parameters) if "rope_theta" not in parameters else parameters

@@ -57,7 +57,7 @@ def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAt
     >>> model = LlamaModel(LlamaConfig(
     ...     vocab_size=7, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4))
     >>> attention_of(model.layers[0].self_attn, model.config).position
-    SpecModule(Rope(dim=8, base=10000.0))
+    SpecModule(Rope(dim=8))
     """
     _check_kind("an attention layer", config)
     check_linear(layer, *(name for name, part in layer.named_children() if has_matrix(part)))
