@@ -36,26 +36,11 @@ regard_status backward(const regard_gradient &g, int half, int64_t unit, int64_t
     return gradients.run(g, half, unit, done, pause, shared, scratch);
 }
 
-// work(Kind) for the type of the call. Products of bf16 are those of float32.
-template <typename Result, typename Work>
-REGARD_INLINE Result sweep_by_kind(const regard_sweep &s, Work work) {
-    switch (s.call.dtype) {
-        case REGARD_F64:
-            return work(Kind<double, Fused<double>>{});
-        case REGARD_F32:
-            return work(Kind<float, Fused<float>>{});
-        case REGARD_F16:
-            return work(Kind<f16, Fused<float>>{});
-        default:
-            return work(Kind<bf16, Fused<float>>{});
-    }
-}
-
 int64_t sweep_units(const regard_sweep &s, int half) { return SweepCut(s).units(half); }
 
 regard_status sweep(const regard_sweep &s, int half, int64_t unit, int64_t &done, const Pause &pause, char *shared,
                     char *scratch) {
-    return sweep_by_kind<regard_status>(s, [&](auto kind) {
+    return by_kind<regard_status, Fused<float>>(s.call.dtype, [&](auto kind) {
         Sweep<decltype(kind)> sweep(s, shared, scratch);
         return half ? sweep.segment.merge(unit) : sweep.run(unit, done, pause);
     });
@@ -68,7 +53,7 @@ int64_t shared(const regard_call &c, const regard_gradient *g) {
 
 int64_t scratch(const regard_call &c, const regard_gradient *g) {
     if (const regard_sweep *s = sweep_of(c))
-        return sweep_by_kind<int64_t>(*s, [&](auto kind) { return Sweep<decltype(kind)>::bytes(*s); });
+        return by_kind<int64_t, Fused<float>>(c.dtype, [&](auto kind) { return Sweep<decltype(kind)>::bytes(*s); });
     return g ? gradients.scratch(*g) : forward_of(c).scratch(c);
 }
 

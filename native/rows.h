@@ -35,6 +35,21 @@ struct Kind {
                                                         : REGARD_F16;
 };
 
+// work(Kind) for the type of a call; Bf16: its product of bf16.
+template <typename Result, typename Bf16, typename Work>
+REGARD_INLINE Result by_kind(int64_t dtype, Work work) {
+    switch (dtype) {
+        case REGARD_F64:
+            return work(Kind<double, Fused<double>>{});
+        case REGARD_F32:
+            return work(Kind<float, Fused<float>>{});
+        case REGARD_F16:
+            return work(Kind<f16, Fused<float>>{});
+        default:
+            return work(Kind<bf16, Bf16>{});
+    }
+}
+
 // Rows that are read element by element: the address of the first, and bytes from one to the next.
 struct Rows {
     const char *data;
