@@ -82,7 +82,6 @@ def test_later_layers_give_the_bits_of_a_call_of_their_own(
 PADDED = {
     "to the right": lambda: Causal() & KeyLengths(torch.tensor([9, 13])),
     "to the left": lambda: Causal() & ~KeyLengths(torch.tensor([0, 4])),
-    "anywhere": lambda: Causal() & TensorMask((torch.arange(2 * KEYS) % 5 > 0).view(2, 1, 1, KEYS)),
 }
 
 
@@ -104,6 +103,15 @@ def test_later_layers_under_padding_are_known_too(side: str, queries: int, long_
         assert torch.equal(out, expected((q + 1, k * 2, v - 1), mask))
     other = mask_of(queries, Causal() & KeyLengths(torch.tensor([2, 3])))
     assert torch.equal(run(t, other), expected(t, other))
+
+
+def test_a_tensor_of_bools_that_changes_between_layers_is_read_in_each() -> None:
+    t, kept = tensors(), torch.ones(2, 1, 5, KEYS, dtype=torch.bool)
+    mask = mask_of(mask=TensorMask(kept))
+    for hidden in range(4):
+        assert torch.equal(run(t, mask), expected(t, mask))
+        assert torch.equal(run(t, mask), expected(t, mask))
+        kept[..., hidden] = False
 
 
 def test_a_layer_of_other_strides_is_another_call(long_way: list[Tensor]) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from regard.attention import attend_not_ready
 from regard.backend.contract import Bound
+from regard.describe.mask import Mask, is_made_of
+from regard.describe.mask_by_rule import Causal, KeyLengths, Window
 from regard.dispatch import ready
 from regard.plan.request import Request
 from regard.torch_internals import guard_of
@@ -53,9 +55,19 @@ def run_layer(q: Tensor, k: Tensor, v: Tensor, mask: "LayerMask", scale: float |
     if out is None:
         call = Request(q, k, v, mask.mask, scale=scale, softcap=softcap, offset=mask.offset)
         out = attend_not_ready(call, key)
-    elif mask.known is None and key is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif mask.known is None and _stays(key, mask.mask) and not (q.requires_grad or k.requires_grad or v.requires_grad):
         offset = cast(int, mask.offset)  # else the call is not ready
-        is_like, run = guard_of(q, k, v), ready.bind(key, q, k, v, mask.mask, offset)
+        is_like, run = guard_of(q, k, v), ready.bind(cast(ready.AnyKey, key), q, k, v, mask.mask, offset)
         if is_like is not None and run is not None:
             mask.known = KnownCall(is_like, scale, softcap, run, k.shape[2], offset)
     return out.transpose(1, 2).contiguous()
+
+
+def _stays(key: ready.AnyKey | None, mask: Mask | None) -> bool:
+    """Whether a ready call has a mask that nobody changes between two layers: its tensors, if any, were made here.
+
+    A tensor of bools may be the model's own, which a hook may write to.
+    """
+    return type(key) is tuple or (
+        key is not None and mask is not None and is_made_of(mask, (Causal, KeyLengths, Window))
+    )
