@@ -107,10 +107,10 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
 
     For ablating heads, or weighting them. `change` returns [batch, heads, queries, v_dim] in the dtype of `call.out`:
     the output of each head before any output projection mixes the heads. Latent attention uses its expanded form
-    unless `absorbed=True` is passed. Gradients flow through it. Observers and changes run in the order in which they were
-    entered, and each sees the output as those before left it. Outputs of `attend_state`, of parts that are merged
-    later, are replaced as well. Calls that torch traces are not. Calls that `change` makes itself are not either: it
-    may compute a call again, such as with another mask.
+    unless `absorbed=True` is passed. Gradients flow through it. Observers and changes run in the order in which they
+    were entered, and each sees the output as those before left it. Outputs of `attend_state`, of parts that are
+    merged later, are replaced as well. Calls that torch traces are not. Calls that `change` makes itself are not
+    either: it may compute a call again, such as with another mask.
 
     Raises:
         ProblemError: `change` returns another shape or dtype.
