@@ -11,10 +11,12 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from multiprocessing import get_context
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -76,6 +78,9 @@ FEW: dict[str, tuple[int, int, Callable[[int], Mask]]] = {
 }
 """The same, of masks without a closed form."""
 
+TABLES = ((2, 1, 1, 100), (2, 1, 1, 1000), (2, 1, 64, 64), (1, 1, 128, 128), (1, 1, 16, 512), (1, 1, 512, 512))
+"""[batch, heads, queries, keys] of tensors of bools."""
+
 
 def made(mask: Mask, tokens: int) -> Any:
     """The schedule of a square call, tiles of 128."""
@@ -99,7 +104,9 @@ def run() -> str:
         "Masks without a closed form, of calls of few pairs:\n\n"
         f"{_beside_splitting('all pairs at once', FEW)}\n\n"
         "## Masks that are known again\n\nA plan is kept by the content of its mask, so each call reads the mask's "
-        f"tensors, or what its function reads:\n\n{_known_again()}"
+        f"tensors, or what its function reads:\n\n{_known_again()}\n\n## Tensors of bools that are new at each call\n\n"
+        "The library reads a tensor of up to 2^20 pairs itself, and no plan is made. 8 heads of 64 dimensions, float32, "
+        f"one thread, beside torch's `scaled_dot_product_attention`:\n\n{_new_tables()}"
     )
 
 
@@ -153,6 +160,24 @@ def _known_again() -> str:
         call, read = (seconds.median(lambda x: x, way) or math.nan for way in ways)
         rows.append((name, f"{1e6 * call:,.0f}", f"{1e6 * read:,.0f}", f"{100 * read / call:.2g} %"))
     return table(("mask", "the call, us", "reading the mask, us", "share"), rows)
+
+
+def _new_tables() -> str:
+    """What a call costs whose mask is another tensor of bools at each call, beside torch."""
+    rows: list[tuple[str, ...]] = []
+    for shape in TABLES:
+        batch, _, queries, keys = shape
+        q, k, v = (torch.randn(batch, 8, tokens, 64) for tokens in (queries, keys, keys))
+        masks = cycle([torch.rand(shape) > 0.3 for _ in range(8)])
+        ways = {
+            "regard": timed(lambda q=q, k=k, v=v, masks=masks: attend(q, k, v, mask=TensorMask(next(masks)))),
+            "torch": timed(lambda q=q, k=k, v=v, masks=masks: F.scaled_dot_product_attention(q, k, v, next(masks))),
+        }
+        with on_threads(1):
+            seconds = interleaved(ways, Effort(seconds=2))
+        ours, theirs = (seconds.median(lambda x: x, way) or math.nan for way in ways)
+        rows.append((str(list(shape)), f"{1e6 * ours:,.0f}", f"{1e6 * theirs:,.0f}", f"{theirs / ours:.2f}x"))
+    return table(("mask", "regard, us", "torch, us", "ratio"), rows)
 
 
 def _beside_flex() -> str:

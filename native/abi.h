@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#define REGARD_ABI_VERSION 8
+#define REGARD_ABI_VERSION 9
 #define REGARD_API extern "C" __attribute__((visibility("default")))
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
@@ -71,13 +71,21 @@ struct regard_interval {
     int64_t left, right, start, stop;
 };
 
+// Bytes [maps_batch][maps_head][queries][keys], any strides, 0 where it broadcasts: 0 hides a pair. Null: none.
+struct regard_table {
+    const uint8_t *data;
+    int64_t batch, head, row, key;
+};
+
 // Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of queries;
-// rows of all maps follow one another. With intervals, what they keep is listed into the workspace, and then the lists
-// here are there: see listing.h.
+// rows of all maps follow one another. With intervals or a table, what they keep is listed into the workspace, and then
+// the lists here are there: see listing.h.
 struct regard_schedule {
-    const regard_interval *intervals;  // [maps][interval_count], of each map a union; all heads share a map then
-    int64_t interval_count;            // 0: the lists are given
+    const regard_interval *intervals;  // [maps][interval_count], of each map a union; all heads share a map then. With a
+                                       // table: of all maps, [interval_count]
+    int64_t interval_count;            // 0: none
     int64_t offset;                    // the position of query 0 to the intervals; key 0 is at position 0
+    regard_table table;                // the pairs that are kept, of those in the intervals if there are any
     int64_t rows;                      // tiles of queries in each map
     const int64_t *run_start, *run_tile, *run_length;         // FULL tiles
     const int64_t *patch_start, *patch_tile, *patch_pattern;  // PARTIAL tiles

@@ -177,10 +177,18 @@ bool ascends(const regard_schedule &s, int64_t row, int64_t runs, int64_t patche
 
 // Of few intervals and rows, as they are listed on one thread.
 regard_status intervals(const regard_call &c, const regard_schedule &s, int64_t rows) {
-    if (s.interval_count < 0 || s.interval_count > INTERVALS || rows > LISTED_ROWS || c.maps_head != 1)
-        return REGARD_BAD_SCHEDULE;
+    if (s.interval_count < 0 || s.interval_count > INTERVALS || rows > LISTED_ROWS) return REGARD_BAD_SCHEDULE;
+    if (c.maps_head != 1 && !s.table.data) return REGARD_BAD_SCHEDULE;
     if (s.offset > LONGEST || s.offset < -LONGEST) return REGARD_BAD_SIZE;
-    return s.intervals ? REGARD_DONE : REGARD_BAD_POINTER;
+    return s.intervals || !s.interval_count ? REGARD_DONE : REGARD_BAD_POINTER;
+}
+
+// Each of its tiles may take what listing.cpp writes of one, less than a KiB.
+regard_status table(const regard_call &c, const regard_table &t, int64_t rows) {
+    Sizes s;
+    s.reach<4>({c.maps_batch, c.maps_head, c.queries, c.keys}, {t.batch, t.head, t.row, t.key});
+    s.times(s.times(rows, (c.keys + 63) / 64), 1024);
+    return s.fit ? REGARD_DONE : REGARD_BAD_SIZE;
 }
 
 // `tokens` of the axis whose tiles are the rows, `others` of the other one.
@@ -192,7 +200,9 @@ regard_status schedule(const regard_call &c, const regard_schedule &s, int64_t t
     const int64_t rows = sizes.times(sizes.times(c.maps_batch, c.maps_head), s.rows);
     if (!sizes.fit) return REGARD_BAD_SIZE;
     if (!rows) return REGARD_DONE;
-    if (s.interval_count) return intervals(c, s, rows);
+    if (s.table.data)
+        if (regard_status wrong = table(c, s.table, rows)) return wrong;
+    if (s.interval_count || s.table.data) return intervals(c, s, rows);
     if (!s.run_start || !s.patch_start) return REGARD_BAD_POINTER;
     const int64_t runs = s.run_start[rows], patches = s.patch_start[rows];
     if (s.run_start[0] != 0 || s.patch_start[0] != 0 || runs < 0 || patches < 0) return REGARD_BAD_SCHEDULE;

@@ -29,7 +29,7 @@ import torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from regard.errors import ProblemError, RefusalError, SlowWarning
 
 LIBRARY = "libregard.so"
-ABI = 8  # REGARD_ABI_VERSION of native/abi.h
+ABI = 9  # REGARD_ABI_VERSION of native/abi.h
 
 
 def path() -> str:

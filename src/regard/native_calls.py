@@ -31,7 +31,8 @@ def _tensor(name: str) -> tuple[str, ...]:
 def _schedule(name: str) -> tuple[str, ...]:
     lists = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern", "patterns")
     intervals = ("intervals", "interval_count", "offset")
-    return tuple(f"{name}.{field}" for field in (*intervals, "rows", *lists, "pattern_count"))
+    table = ("table.data", "table.batch", "table.head", "table.row", "table.key")
+    return tuple(f"{name}.{field}" for field in (*intervals, *table, "rows", *lists, "pattern_count"))
 
 
 CALL = (

@@ -73,6 +73,12 @@ WORDS: dict[str, Callable[[], dict[str, Any]]] = {
     "padding": lambda: {"mask": TensorMask(_hidden(BATCH, 1, 1, KEYS))},
     "a mask of all pairs": lambda: {"mask": TensorMask(_hidden(BATCH, HEADS, QUERIES, KEYS)), "scale": 0.3},
     "causal and padding": lambda: {"mask": Causal() & TensorMask(_hidden(BATCH, 1, 1, KEYS))},
+    "two tensors and more": lambda: {
+        "mask": TensorMask(_hidden(BATCH, 1, 1, KEYS)) & Causal() & TensorMask(_hidden(QUERIES, KEYS)) & Window(20)
+    },
+    "an expanded mask": lambda: {"mask": TensorMask(_hidden(1, 1, 1, KEYS).expand(BATCH, HEADS, QUERIES, KEYS))},
+    "a transposed mask": lambda: {"mask": (Window(30) | Prefix(2)) & TensorMask(_hidden(KEYS, QUERIES).mT)},
+    "a mask of queries": lambda: {"mask": TensorMask(_hidden(QUERIES, 1)), "sink": torch.randn(HEADS)},
     "lengths": lambda: {"mask": Causal() & KeyLengths(torch.tensor([9, 36]))},
     "documents": lambda: {"mask": Causal() & Documents(torch.arange(KEYS) // 8)},
     "a function": lambda: {"mask": MaskFunction(lambda b, h, q, k: (q - k) % 3 != 1)},
@@ -112,6 +118,16 @@ def test_a_mask_that_was_written_to_is_another_one(name: str) -> None:
     _check(q, k, v, **words)
     (tensor,) = words["mask"].tensors()
     tensor[..., 1:20] = False
+    _check(q, k, v, **words)
+
+
+@pytest.mark.parametrize("name", ["lengths", "documents"])
+def test_lengths_and_documents_that_were_written_to_are_others(name: str) -> None:
+    (q, k, v), words = _tensors(), WORDS[name]()
+    attend(q, k, v, **words)
+    _check(q, k, v, **words)
+    (tensor,) = words["mask"].tensors()
+    tensor[1:] = 5
     assert _ready(q, k, v, **words) is None
     assert torch.allclose(attend(q, k, v, **words).double(), _reference(q, k, v, **words), atol=1e-5)
     _check(q, k, v, **words)
@@ -168,14 +184,63 @@ def test_lengths_are_ready_for_any_number_of_keys_and_any_offset(of_lengths: Cal
     _check(q, k, v, mask=Causal() & of_lengths(lengths))
 
 
+@pytest.mark.parametrize("rest", [None, Causal(), ~Window(9) | Prefix(2)], ids=str)
+def test_a_table_is_ready_with_any_elements_any_number_of_keys_and_any_offset(rest: Mask | None) -> None:
+    q, k, v = _tensors()
+    table = TensorMask(_hidden(BATCH, 1, 1, KEYS))
+    attend(q, k, v, mask=table if rest is None else table & rest)
+    for keys, offset in ((30, None), (31, 20), (64, 3), (300, None)):
+        q, k, v = _tensors(QUERIES, keys)
+        for keeps in (
+            _hidden(BATCH, 1, 1, keys),
+            torch.zeros(BATCH, 1, 1, keys) > 0,
+            torch.ones(BATCH, 1, 1, keys) > 0,
+        ):
+            mask = TensorMask(keeps) if rest is None else rest & TensorMask(keeps)
+            _check(q, k, v, mask=mask, offset=offset)
+
+
+@pytest.mark.parametrize("shape", [(BATCH, 1, QUERIES, KEYS), (1, HEADS, 1, KEYS), (KEYS,), (QUERIES, 1), ()])
+def test_a_table_that_broadcasts_otherwise_is_another_call(shape: tuple[int, ...]) -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, mask=TensorMask(_hidden(BATCH, 1, 1, KEYS)))
+    mask = TensorMask(_hidden(*shape) if shape else torch.tensor(True))
+    assert _ready(q, k, v, mask=mask) is None
+    attend(q, k, v, mask=mask)
+    _check(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(BATCH, 1, 1, KEYS + 1), (3, 1, 1, KEYS), (1, 3, 1, KEYS), (QUERIES + 1, KEYS)])
+def test_a_table_that_does_not_fit_is_refused_as_ever(shape: tuple[int, ...]) -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, mask=TensorMask(_hidden(BATCH, 1, 1, KEYS)))
+    with pytest.raises(ProblemError, match="TensorMask"):
+        attend(q, k, v, mask=Causal() & TensorMask(_hidden(*shape)))
+
+
+def test_bools_may_have_any_byte_but_zero() -> None:
+    """Where they are a view of other integers."""
+    (q, k, v), bits = _tensors(), torch.arange(KEYS, dtype=torch.uint8) * 37
+    for _ in range(2):
+        found = attend(q, k, v, mask=TensorMask(bits.view(torch.bool)))
+        assert torch.equal(found, attend(q, k, v, mask=TensorMask(bits != 0)))
+
+
+def test_a_table_whose_memory_was_freed_goes_the_long_way() -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, mask=TensorMask(_hidden(KEYS)))
+    freed = _hidden(KEYS)
+    freed.untyped_storage().resize_(0)
+    assert _ready(q, k, v, mask=TensorMask(freed)) is None
+
+
 @pytest.mark.parametrize(
     "mask_of",
     [
-        lambda keys: Causal() & TensorMask(torch.arange(keys)[None] % 3 > 0),
         lambda keys: Causal() & Documents(torch.arange(KEYS) // 8),
         lambda keys: MaskFunction(lambda b, h, q, k: (q - k) % 3 != 1),
     ],
-    ids=["padding", "documents", "a function"],
+    ids=["documents", "a function"],
 )
 def test_other_masks_are_kept_by_the_number_of_keys_and_the_offset(mask_of: Callable[[int], Mask]) -> None:
     for keys, offset in ((KEYS, None), (KEYS, 20), (KEYS - 1, None), (KEYS - 1, 12)):
@@ -272,10 +337,19 @@ def test_few_are_kept() -> None:
 
 def test_a_mask_with_large_lists_of_tiles_is_not_kept() -> None:
     q, k, v = (torch.randn(1, heads, 300, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    words: dict[str, Any] = {"mask": TensorMask(_hidden(1, HEADS, 300, 300))}
+    some = _hidden(1, HEADS, 300, 300)
+    words: dict[str, Any] = {"mask": MaskFunction(lambda b, h, q, k: some[b, h, q, k])}
     attend(q, k, v, **words)
     assert _ready(q, k, v, **words) is None
     assert not ready_tensors._ready  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_table_of_very_many_pairs_is_known_by_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready_tensors, "PAIRS", QUERIES * KEYS)
+    q, k, v = _tensors()
+    for shape, is_read in (((QUERIES, KEYS), True), ((BATCH, 1, 1, KEYS), False)):
+        attend(q, k, v, mask=TensorMask(_hidden(*shape)))
+        assert (_ready(q, k, v, mask=TensorMask(_hidden(*shape))) is not None) == is_read
 
 
 def test_a_new_mask_of_a_kept_call_forgets_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:

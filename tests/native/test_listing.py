@@ -25,16 +25,17 @@ from regard import (
 from regard.backend import native_tiles
 from regard.backend.native_tiles import ALL, Tiles
 from regard.describe.mask import CallSizes
-from regard.describe.spec import spec
+from regard.describe.spec import bound_to, spec
 from regard.plan.closed_form import Grid, closed_form, is_by_query
 from regard.plan.few_rows import few_rows
 from regard.plan.problem import MAX_OFFSET
 from regard.plan.schedule import Schedule
-from regard.plan.tiling import cached_schedule
+from regard.plan.tiling import cached_schedule, split_recursively
 from tests.native.engines import BEST
 from tests.plan.test_closed_form import expressions, grid_of
 
 AT = {name: number for number, name in enumerate(native_calls.CALL)}
+SCHEDULE = slice(AT["maps_batch"], AT["workspace"])
 LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile")
 
 
@@ -42,7 +43,9 @@ def tiles_of(mask: Mask, grid: Grid) -> Tiles:
     return native_tiles._made(mask, CallSizes(*grid[:5]), 64)
 
 
-def struct_of(tiles: Tiles, grid: Grid, entry: native_calls.Entry) -> tuple[Any, list[torch.Tensor]]:
+def struct_of(
+    tiles: Tiles, grid: Grid, entry: native_calls.Entry, table: torch.Tensor | None = None
+) -> tuple[Any, list[torch.Tensor]]:
     """An opened struct of a call, whose tensors have one element a token, and its memory."""
     q, k = torch.ones(grid.batch, grid.heads, grid.queries, 1), torch.ones(grid.batch, 1, grid.keys, 1)
     out, lse, memory = torch.empty_like(q), torch.empty_like(q), torch.empty(1 << 22, dtype=torch.uint8)
@@ -53,7 +56,8 @@ def struct_of(tiles: Tiles, grid: Grid, entry: native_calls.Entry) -> tuple[Any,
         fields |= {f"{name}.data": t.data_ptr()} | {f"{name}.{axis}": stride for axis, stride in strides}
     fields |= {"lse": lse.data_ptr(), "workspace": memory.data_ptr(), "workspace_bytes": memory.nbytes}
     struct = entry.opened(entry.packed(fields))
-    struct[AT["maps_batch"] : AT["workspace"]] = tiles.fields(grid.queries, grid.offset)
+    at = grid.queries, grid.offset
+    struct[SCHEDULE] = tiles.fields(*at) if table is None else tiles.fields_with_table(table, *at)
     return struct, [q, k, out, lse, memory]
 
 
@@ -61,9 +65,9 @@ def array(address: int, count: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_int64 * count).from_address(address), np.int64).copy() if count else np.empty(0)
 
 
-def assert_lists(tiles: Tiles, grid: Grid, expected: Schedule) -> None:
+def assert_lists(tiles: Tiles, grid: Grid, expected: Schedule, table: torch.Tensor | None = None) -> None:
     entry = native_calls.Entry("regard_forward", native_calls.CALL)
-    struct, kept = struct_of(tiles, grid, entry)
+    struct, kept = struct_of(tiles, grid, entry, table)
     entry(struct)
     for name in LISTS:
         whole: np.ndarray = getattr(expected, name)
@@ -92,6 +96,58 @@ def test_listed_tiles_are_those_of_the_closed_form(data: st.DataObject, batch: i
     if tiles.maps_batch != grid.maps[0]:  # no edge differs from row to row
         grid = grid._replace(maps=(1, 1))
     assert_lists(tiles, grid, closed_form(union, grid))
+
+
+RESTS = (None, Causal(), Causal() & (Window(30) | Prefix(5)), ~Window(9, 20), Prefix(0), Window(1 << 40))
+
+
+@given(data=st.data(), rest=st.sampled_from(RESTS))
+def test_listed_tiles_of_a_table_are_those_of_splitting(data: st.DataObject, rest: Mask | None):
+    batch, heads, keys = (data.draw(st.integers(1, n)) for n in (2, 3, 200))
+    queries, offset = data.draw(st.integers(1, 140)), data.draw(st.integers(-70, 200))
+    shape = [data.draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
+    density = data.draw(st.sampled_from([0.0, 0.01, 0.5, 0.999, 1.0]))
+    table = torch.rand(shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) < density
+    if data.draw(st.booleans()):
+        table = table.mT.contiguous().mT
+    sizes = CallSizes(batch, heads, queries, keys, offset)
+    grid = Grid(*sizes, 64, (shape[0], shape[1]))
+    mask = bound_to(TensorMask(table) if rest is None else TensorMask(table) & rest, sizes)
+    tiles = native_tiles.tiles_beside_table(rest, sizes)
+    assert tiles is not None
+    assert_lists(tiles, grid, split_recursively(mask, grid), table)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [KeyLengths(torch.tensor([3, 9])), Documents(torch.tensor([0, 0, 1])), Prefix(torch.tensor([2, 3])), Dilated(2)],
+    ids=str,
+)
+def test_what_differs_between_rows_or_has_no_intervals_is_not_listed_beside_a_table(rest: Mask):
+    sizes = CallSizes(2, 1, 3, 3, 0)
+    assert native_tiles.tiles_beside_table(bound_to(rest, sizes), sizes) is None
+
+
+WRONG_TABLES = {
+    "a stride to the left": ({"by_query.table.key": -1}, -1),
+    "a table beyond all memory": ({"by_query.table.row": 1 << 62}, -1),
+    "too many intervals": ({"by_query.interval_count": 5}, -3),
+    "no intervals": ({"by_query.intervals": 0}, -2),
+    "maps for no heads": ({"maps_head": 2}, -3),
+    "too small a workspace": ({"workspace_bytes": 64}, -4),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TABLES)
+def test_tables_that_make_no_sense_give_their_status(name: str):
+    changes, status = WRONG_TABLES[name]
+    grid, entry = Grid(2, 3, 70, 90, 20, 64, (1, 1)), native_calls.Entry("regard_forward", native_calls.CALL)
+    struct, kept = struct_of(tiles_of(Causal(), grid), grid, entry, torch.rand(70, 90) < 0.5)
+    for field, value in changes.items():
+        struct[AT[field]] = value
+    with pytest.raises(RegardError, match=rf"status {status} "):
+        entry(struct)
+    assert kept
 
 
 def some_pairs(heads: int, density: float) -> Mask:

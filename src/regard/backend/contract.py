@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from regard.describe.mask import Mask
 from regard.errors import RefusalError
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -62,8 +63,11 @@ class Repeated(NamedTuple):
     bind: Bind
 
 
-RunWithTensors: TypeAlias = Callable[[Tensor, Any, Any, int, int | None, Any, Tensor | None], Tensor | None]
-"""As `Run`, with a bias and a sink after the offset, each of them None where the call that is repeated has none."""
+RunWithTensors: TypeAlias = Callable[
+    [Tensor, Any, Any, int, int | None, Tensor | None, Any, Tensor | None], Tensor | None
+]
+"""As `Run`, with the table of the mask, a bias and a sink after the offset, each of them None where the call that is
+repeated has none."""
 
 
 class RepeatedWithTensors(NamedTuple):
@@ -91,13 +95,23 @@ class RepeatableKernel(Kernel, Protocol):
 
 
 class KernelWithTensors(RepeatableKernel, Protocol):
-    """A kernel that also repeats calls with a bias or a sink, or under a mask with tensors."""
+    """A kernel that also repeats calls with a bias or a sink, or under a mask with tensors.
+
+    Biases are a `TensorBias` that has the same axes of one element, or an `Alibi`.
+    """
 
     def repeated_with_tensors(self, operands: Operands, /) -> RepeatedWithTensors | None:
         """What runs calls that differ from this one as in `repeated`, or in the elements of a bias and of a sink.
 
         The mask is the same, and where it has tensors or functions, so are the number of keys and the offset, unless it
-        is for all sizes. The bias is a `TensorBias` that has the same axes of one element, or an `Alibi`.
+        is for all sizes.
+        """
+        ...
+
+    def repeated_with_table(self, operands: Operands, rest: Mask | None, /) -> RunWithTensors | None:
+        """The same where the mask is `rest`, which is constant, and a table whose elements each call reads.
+
+        The table has the same axes of one element; the number of keys and the offset are those of each call.
         """
         ...
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.backend.contract import Backend, Kernel, Repeated, RepeatedWithTensors
+from regard.backend.contract import Backend, Kernel, Repeated, RepeatedWithTensors, RunWithTensors
 from regard.backend.native_gradients import Attention, Call, Gradients
 from regard.backend.native_inputs import TILES, Inputs, inputs_of, opened_over, write_inputs
 from regard.backend.native_repeated import (
@@ -27,7 +27,8 @@ from regard.backend.native_repeated import (
     repeated_with_gradients,
     repeated_with_tensors,
 )
-from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
+from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_beside_table, tiles_of
+from regard.describe.mask import Mask
 from regard.huge_pages import allocator_like
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, rotate
 from regard.plan.problem import MAX_OFFSET, Operands, Problem
@@ -131,10 +132,18 @@ class _Kernel:
         tiles = self._tiles_of_same_sizes(operands) if fixed is None else fixed
         if tiles is None:
             return None
+        return RepeatedWithTensors(self._repeated_with_tensors(tiles, queries), fixed is not None)
+
+    def repeated_with_table(self, operands: Operands, rest: Mask | None) -> RunWithTensors | None:
+        p, tiles = self.problem, tiles_beside_table(rest, operands.sizes)
+        if tiles is None or p.grad or p.dropout or p.storage is not None or operands.stored is not None:
+            return None
+        return self._repeated_with_tensors(tiles, operands.q.shape[2])
+
+    def _repeated_with_tensors(self, tiles: Tiles, queries: int) -> RunWithTensors:
         form = partial(self.entry.opened, self.packed)
         by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
-        run = repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
-        return RepeatedWithTensors(run, fixed is not None)
+        return repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
 
     def _tiles_of_same_sizes(self, operands: Operands) -> Tiles | None:
         """The tiles of all calls of these sizes under the mask, if that is not constant; None if they are not kept."""

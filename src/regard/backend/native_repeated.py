@@ -167,7 +167,7 @@ def _run_stored(run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by
 def repeated_with_tensors(
     run: Attend, opened: Callable[[], Any], tiles: Tiles, by_head: Like, by_token: Like
 ) -> RunWithTensors:
-    """What runs calls with a bias and a sink, which are written into a struct for each call, and with any tiles.
+    """What runs calls with a table, a bias and a sink, which are written into a struct for each, and with any tiles.
 
     It reads strides and addresses as `_run` does, in place: a function of their own would cost each call 0.2 us.
     """
@@ -181,6 +181,7 @@ def repeated_with_tensors(
         v: Tensor,
         keys: int,
         offset: int | None,
+        table: Tensor | None,
         bias: Bias | None,
         sink: Tensor | None,
         kept: object = memory,
@@ -193,8 +194,12 @@ def repeated_with_tensors(
         if not (qd == kd == vd == 1 and at_q and at_k and at_v):  # without memory: no tokens, or a lazy zero
             return None
         offset = keys - queries if offset is None else offset
-        form = opened()
-        if not number:
+        form, of_operands = opened(), number
+        if table is not None:
+            if (fields := tiles.fields_with_table(table, queries, offset)) is None:
+                return None
+            form[TILES], of_operands = fields, 0
+        elif not number:
             form[TILES] = lists
         used = write_bias_and_sink(form, bias, sink, heads, wide, offset - (keys - 1), queries + keys - 1)
         if used is None:
@@ -204,7 +209,7 @@ def repeated_with_tensors(
         out = empty_like(like)
         attend(form, (
             at_q, qb, qh, qt, at_k, kb, kh, kt, at_v, vb, vh, vt, out.data_ptr(), ob, oh, ot, 0, threads(),
-            queries, keys, intervals, number, offset, maps,
+            queries, keys, intervals, of_operands, offset, maps,
         ))  # fmt: skip
         del used  # it was needed until now
         return out.transpose(1, 2) if is_by_token else out

@@ -39,6 +39,10 @@ KEPT_BYTES = 64 << 20
 """The most bytes of them."""
 
 
+NO_TABLE, NO_LISTS = (0,) * 5, (0,) * 8
+"""The fields of a schedule without them."""
+
+
 class Tiles(NamedTuple):
     """The tiles of a call.
 
@@ -59,7 +63,24 @@ class Tiles(NamedTuple):
         """The fields of `native_calls.CALL` from "maps_batch" to the last of the schedule."""
         if not self.number:
             return self.lists
-        return self.maps_batch, 1, self.intervals, self.number, offset, -(-queries // 64), *(0,) * 8
+        return self.maps_batch, 1, self.intervals, self.number, offset, *NO_TABLE, -(-queries // 64), *NO_LISTS
+
+    def fields_with_table(self, table: Tensor, queries: int, offset: int) -> tuple[int, ...] | None:
+        """The same fields of the pairs of a table that the intervals keep, which are those of all maps.
+
+        Args:
+            table: bool, broadcastable to [batch, heads, queries, keys]; axes of size 1 broadcast.
+
+        Returns:
+            None where the table has no memory.
+        """
+        if not (address := table.data_ptr()):
+            return None
+        sizes, strides = (1,) * (4 - table.ndim) + tuple(table.shape), (0,) * (4 - table.ndim) + table.stride()
+        batch, head, row, key = (0 if size == 1 else step for size, step in zip(sizes, strides, strict=True))
+        maps = sizes[0] if batch else 1, sizes[1] if head else 1
+        rows = -(-queries // 64)
+        return *maps, self.intervals, self.number, offset, address, batch, head, row, key, rows, *NO_LISTS
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +103,7 @@ class Tiles(NamedTuple):
         return ((first <= key) & (key < end)).any(2)
 
     def _keep_of_lists(self, rows: Tensor, keys: int) -> Tensor:
-        (batch, heads), query_tiles = self.lists[:2], self.lists[5]
+        (batch, heads), query_tiles = self.lists[:2], self.lists[5 + len(NO_TABLE)]
         lists, patterns = map(np.asarray, self.memory)
         starts = batch * heads * query_tiles + 1
         runs = int(lists[starts - 1])
@@ -134,6 +155,16 @@ def fixed_tiles(operands: Operands) -> Tiles | None:
     return tiles if tiles is not None and key.queries * tiles.maps_batch <= QUERIES else None
 
 
+def tiles_beside_table(rest: Mask | None, sizes: CallSizes) -> Tiles | None:
+    """The intervals of what a mask has besides a table of pairs, if they are those of every call and every map."""
+    if rest is None:
+        return NOTHING_ELSE
+    union = intervals_of(rest, sizes) if is_made_of(rest, FIXED) else None
+    if union is None or is_by_query(union) or broadcast_shape_of(rest) != (1, 1):
+        return None
+    return _of_intervals(union, 1)
+
+
 def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
     if len(_fixed) >= KEPT:
         _fixed.clear()
@@ -177,7 +208,8 @@ def _listed(s: Schedule) -> Tiles:
         addresses.append(address)
         address += 8 * len(one)
     lists = (*addresses, int(patterns.__array_interface__["data"][0]), len(patterns))
-    return Tiles(0, 0, s.maps[0], (*s.maps, 0, 0, 0, s.query_tiles, *lists), (whole.data, patterns.data))
+    fields = (*s.maps, 0, 0, 0, *NO_TABLE, s.query_tiles, *lists)
+    return Tiles(0, 0, s.maps[0], fields, (whole.data, patterns.data))
 
 
 def _is_of(mask: Mask | None, key: Sizes) -> bool:
@@ -195,6 +227,9 @@ _NOTHING = Interval(start=0, stop=0)
 
 ALL = _of_intervals([Interval()], 1)
 """The tiles of a call without a mask, of up to `QUERIES` queries."""
+
+NOTHING_ELSE = Tiles(0, 0, 1, (), ())
+"""No intervals and no lists, for a table of pairs alone."""
 
 _kept: LRUCache[Hashable, Tiles] = LRUCache(entries=KEPT, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
 """The tiles that are kept, by batch, heads and `Operands.key`."""

@@ -26,7 +26,7 @@ from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import Mask
 from regard.dispatch import ready_tensors
 from regard.dispatch.choose import Plan
-from regard.dispatch.ready_tensors import TensorsKey, key_of
+from regard.dispatch.ready_tensors import TensorsKey, key_of, parted
 from regard.plan.problem import MAX_OFFSET, Operands
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import guard_of, is_ordinary
@@ -105,11 +105,15 @@ def run(
         return _LONG
     constant = None if mask is None else mask.constant()
     if bias is not None or sink is not None or (mask is not None and constant is None):
+        table = None
+        if mask is not None and constant is None and (found := parted(mask, q, k)) is not None:
+            mask, table = found
+            constant = None if mask is None else mask.constant()
         call = _key(q, k, v, constant, scale, softcap, backend) if q.is_cpu else None
-        key = None if call is None or call[_LEARNS] else key_of(call, q, k.shape[2], bias, sink)
+        key = None if call is None or call[_LEARNS] else key_of(call, q, k.shape[2], table, bias, sink)
         if key is None:
             return _LONG
-        return key, ready_tensors.run(key, q, k, v, mask if constant is None else None, offset, bias, sink)
+        return key, ready_tensors.run(key, q, k, v, mask if constant is None else None, offset, table, bias, sink)
     # A nested tensor would end the process in torch's guard.
     if kind is Tensor and not (q.is_nested or k.is_nested or v.is_nested):
         for call, is_like, bound in _last:

@@ -4,13 +4,16 @@ Such a call takes 10 us more than one without them (`ready.py`), and 20 to 30 us
 of the call without them, and
 
 - of a bias: which of its axes broadcast, and its type. Only `TensorBias` and `Alibi` are ready, each alone;
-- of a sink: its type.
+- of a sink: its type;
+- of a table, that is, a `TensorMask` alone or with a constant mask (`&`): which of its axes broadcast. The library
+  reads its elements in each call, so that they may change.
 
-Of a mask with tensors or functions, tiles depend on the content, and mostly on the number of keys and on the offset. So
-under each key calls are kept by these. The content is read in each call, but only where a call with that key was kept
-before.
+Of another mask with tensors or functions, tiles depend on the content, and mostly on the number of keys and on the
+offset. So under each key calls are kept by these. The content is read in each call, but only where a call with that key
+was kept before.
 """
 
+from math import prod
 from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import ref
 
@@ -20,7 +23,8 @@ from torch import Tensor, is_grad_enabled, nn
 from regard.backend.contract import Bound, KernelWithTensors, RunWithTensors
 from regard.describe.bias import Alibi, Bias, TensorBias
 from regard.describe.fingerprint import Fingerprint
-from regard.describe.mask import Mask
+from regard.describe.mask import And, Mask
+from regard.describe.mask_by_table import TensorMask
 from regard.dispatch.choose import Plan
 from regard.plan.problem import Operands
 from regard.torch_internals import is_lazy_zero
@@ -29,6 +33,9 @@ KEPT = 64
 """Keys of calls that are kept, and the masks that are kept for each: a step of decoding under padding has a new one.
 
 A mask takes at most 32 KiB (`native.REPEATED_BYTES`), so that all of them take no more than 128 MiB."""
+
+PAIRS = 1 << 20
+"""The most pairs of a table that is read in each call; the tiles of larger ones are found by their content."""
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Types of biases and sinks."""
@@ -42,12 +49,14 @@ class TensorsKey(NamedTuple):
     """What a call depends on besides the elements, strides and addresses of its tensors, and a mask that has tensors.
 
     Attributes:
-        call: the key of the call without bias and sink; it has the address of the fingerprint of a constant mask.
+        call: the key of the call without these; it has the address of the fingerprint of a constant mask.
+        table: what the call depends on of a table; empty without one.
         bias: what the call depends on of a bias; empty without one.
         sink: the type of the sink; empty without one.
     """
 
     call: _Part
+    table: _Part
     bias: _Part
     sink: _Part
 
@@ -67,16 +76,51 @@ tiles are those of all sizes."""
 _ready: dict[TensorsKey, dict[_Mask | None, _Ready]] = {}
 
 
-def key_of(call: _Part, q: Tensor, keys: int, bias: Bias | None, sink: Tensor | None) -> TensorsKey | None:
+def parted(mask: Mask, q: Tensor, k: Any) -> tuple[Mask | None, Tensor] | None:
+    """The constant part of a mask, None if there is none, and its table; None for other masks."""
+    parts = _constant_and_tables(mask)
+    if parts is None or not parts[1] or q.ndim != 4 or k.ndim != 4:
+        return None
+    (rest, tables), sizes = parts, (*q.shape[:3], k.shape[2])
+    for t in tables:
+        if not _is_in_place(t) or _axes_of_one(t, sizes) is None:
+            return None
+    first, *others = tables
+    maps = prod(first.shape[:-2] if not others else sizes[:2])
+    if maps * sizes[2] * sizes[3] > PAIRS:
+        return None
+    for other in others:
+        first = first & other
+    return rest, first
+
+
+def _constant_and_tables(mask: Mask) -> tuple[Mask | None, list[Tensor]] | None:
+    """The parts of a mask whose pairs are those that all parts keep; None if it has others."""
+    if type(mask) is TensorMask:
+        return None if mask.offset is not None else (None, [mask.mask])
+    if type(mask) is not And:
+        return None if mask.constant() is None else (mask, [])
+    if (first := _constant_and_tables(mask.a)) is None or (second := _constant_and_tables(mask.b)) is None:
+        return None
+    (a, of_a), (b, of_b) = first, second
+    return b if a is None else a if b is None else a & b, of_a + of_b
+
+
+def key_of(
+    call: _Part, q: Tensor, keys: int, table: Tensor | None, bias: Bias | None, sink: Tensor | None
+) -> TensorsKey | None:
     """The key of a call; None if it must go the long way.
 
     Args:
-        call: the key of the call without bias and sink.
+        call: the key of the call without table, bias and sink.
     """
     grad, (batch, heads, queries, _) = is_grad_enabled(), q.shape
+    of_table = _NONE if table is None else _axes_of_one(table, (batch, heads, queries, keys))
     of_bias = _NONE if bias is None else _of_bias(bias, (batch, heads, queries, keys), grad)
     of_sink = _NONE if sink is None else _of_sink(sink, heads, grad)
-    return None if of_bias is None or of_sink is None else TensorsKey(call, of_bias, of_sink)
+    if of_table is None or of_bias is None or of_sink is None:
+        return None
+    return TensorsKey(call, of_table, of_bias, of_sink)
 
 
 def run(
@@ -86,17 +130,18 @@ def run(
     v: Any,
     mask: Mask | None,
     offset: int | None,
+    table: Tensor | None,
     bias: Bias | None,
     sink: Tensor | None,
 ) -> Tensor | None:
     """The output of a call that is ready, else None.
 
     Args:
-        mask: one that is not constant, else None.
+        mask: one that is neither constant nor has a table, else None.
     """
     keys = k.shape[2]
     found = _known(key, keys, mask, offset)
-    return None if found is None else found.run(q, k, v, keys, offset, bias, sink)
+    return None if found is None else found.run(q, k, v, keys, offset, table, bias, sink)
 
 
 def bind(key: TensorsKey, keys: int, mask: Mask | None, offset: int | None) -> Bound | None:
@@ -106,7 +151,7 @@ def bind(key: TensorsKey, keys: int, mask: Mask | None, offset: int | None) -> B
     run = found.run
 
     def bound(q: Tensor, k: Tensor, v: Tensor, keys: int, offset: int | None) -> Tensor:
-        out = cast(Tensor, run(q, k, v, keys, offset, None, None))  # None for other strides only
+        out = cast(Tensor, run(q, k, v, keys, offset, None, None, None))  # None for other strides only
         return out.transpose(1, 2).contiguous()
 
     return bound
@@ -139,6 +184,9 @@ def keep(
     sizes, kernel = operands.key, plan.kernel
     if sizes is None or not hasattr(kernel, "repeated_with_tensors"):  # `isinstance` of a protocol takes 15 us
         return
+    if key.table:
+        _keep_with_table(key, cast(Mask, mask), bias, plan, operands)
+        return
     content, constant = sizes.mask, None if mask is None else mask.constant()
     if content is not None and not (content.is_registered and content.is_cacheable):
         return
@@ -152,12 +200,29 @@ def keep(
         return
     keys, start = (None, None) if again.is_for_all_sizes else (sizes.keys, offset)
     by_mask = None if content is None else (content, keys, start)
+    _put(key, by_mask, _Ready(ref(plan), again.run, (constant, None if bias is None else bias.constant())))
+
+
+def _keep_with_table(key: TensorsKey, mask: Mask, bias: Bias | None, plan: Plan, operands: Operands) -> None:
+    parts = _constant_and_tables(mask)
+    known = _ready.get(key, {}).get(None)
+    if parts is None or (known is not None and known.plan() is plan):
+        return
+    rest = parts[0]
+    constant = None if rest is None else rest.constant()
+    if constant is not None and not constant.is_registered:
+        return
+    if (run := cast(KernelWithTensors, plan.kernel).repeated_with_table(operands, rest)) is not None:
+        _put(key, None, _Ready(ref(plan), run, (constant, None if bias is None else bias.constant())))
+
+
+def _put(key: TensorsKey, by_mask: _Mask | None, found: _Ready) -> None:
     if key not in _ready and len(_ready) >= KEPT:
         forget()
+    alike = _ready.setdefault(key, {})
     if len(alike) >= KEPT:
         alike.clear()
-    alike[by_mask] = _Ready(ref(plan), again.run, (constant, None if bias is None else bias.constant()))
-    _ready[key] = alike
+    alike[by_mask] = found
 
 
 def forget() -> None:
@@ -172,13 +237,18 @@ def _of_bias(bias: Bias, sizes: tuple[int, ...], grad: bool) -> _Part | None:
     if kind is not TensorBias or cast(TensorBias, bias).offset is not None:
         return None
     t = cast(TensorBias, bias).tensor
-    if not _is_simple(t, grad):
+    if not _is_simple(t, grad) or (axes := _axes_of_one(t, sizes)) is None:
         return None
+    return (t.dtype, *axes)
+
+
+def _axes_of_one(t: Tensor, sizes: tuple[int, ...]) -> tuple[bool, ...] | None:
+    """Which axes broadcast, of [batch, heads, queries, keys]; None if it does not fit the sizes."""
     shape = (1,) * (4 - t.ndim) + tuple(t.shape)
     for size, other in zip(shape, sizes, strict=True):
         if size not in (1, other):
             return None
-    return (t.dtype, *[size == 1 for size in shape])
+    return tuple([size == 1 for size in shape])
 
 
 def _of_sink(sink: Tensor, heads: int, grad: bool) -> _Part | None:
@@ -187,6 +257,10 @@ def _of_sink(sink: Tensor, heads: int, grad: bool) -> _Part | None:
 
 def _is_simple(t: Any, grad: bool) -> bool:
     """Whether it is a tensor that is read in place from the memory of the host, without a gradient."""
-    if type(t) not in (Tensor, nn.Parameter) or (grad and t.requires_grad) or t.dtype not in TYPES:
+    return _is_in_place(t) and t.dtype in TYPES and not ((grad and t.requires_grad) or t.is_neg())
+
+
+def _is_in_place(t: Any) -> bool:
+    if type(t) not in (Tensor, nn.Parameter):
         return False
-    return t.is_cpu and t.layout is torch.strided and not (t.is_nested or t.is_neg() or is_lazy_zero(t))
+    return t.is_cpu and t.layout is torch.strided and not (t.is_nested or is_lazy_zero(t))
