@@ -76,22 +76,35 @@ tiles are those of all sizes."""
 _ready: dict[TensorsKey, dict[_Mask | None, _Ready]] = {}
 
 
-def parted(mask: Mask, q: Tensor, k: Any) -> tuple[Mask | None, Tensor] | None:
+class Table(NamedTuple):
+    """What a mask hides besides its constant part.
+
+    Attributes:
+        bools: broadcastable to [batch, heads, queries, keys].
+        axes: which of its axes broadcast.
+    """
+
+    bools: Tensor
+    axes: tuple[bool, ...]
+
+
+def parted(mask: Mask, q: Tensor, k: Any) -> tuple[Mask | None, Table] | None:
     """The constant part of a mask, None if there is none, and its table; None for other masks."""
     parts = _constant_and_tables(mask)
     if parts is None or not parts[1] or q.ndim != 4 or k.ndim != 4:
         return None
-    (rest, tables), sizes = parts, (*q.shape[:3], k.shape[2])
-    for t in tables:
-        if not _is_in_place(t) or _axes_of_one(t, sizes) is None:
-            return None
-    first, *others = tables
-    maps = prod(first.shape[:-2] if not others else sizes[:2])
-    if maps * sizes[2] * sizes[3] > PAIRS:
+    (rest, (bools, *others)), (batch, heads, queries, _), keys = parts, q.shape, k.shape[2]
+    sizes = batch, heads, queries, keys
+    axes = _axes_of_one(bools, sizes) if _is_in_place(bools) else None
+    if axes is None or not all(_is_in_place(t) and _axes_of_one(t, sizes) is not None for t in others):
         return None
+    if (prod(bools.shape[:-2]) if not others else batch * heads) * queries * keys > PAIRS:
+        return None
+    if not others:
+        return rest, Table(bools, axes)
     for other in others:
-        first = first & other
-    return rest, first
+        bools = bools & other
+    return rest, Table(bools, cast("tuple[bool, ...]", _axes_of_one(bools, sizes)))
 
 
 def _constant_and_tables(mask: Mask) -> tuple[Mask | None, list[Tensor]] | None:
@@ -107,7 +120,7 @@ def _constant_and_tables(mask: Mask) -> tuple[Mask | None, list[Tensor]] | None:
 
 
 def key_of(
-    call: _Part, q: Tensor, keys: int, table: Tensor | None, bias: Bias | None, sink: Tensor | None
+    call: _Part, q: Tensor, keys: int, table: Table | None, bias: Bias | None, sink: Tensor | None
 ) -> TensorsKey | None:
     """The key of a call; None if it must go the long way.
 
@@ -115,10 +128,10 @@ def key_of(
         call: the key of the call without table, bias and sink.
     """
     grad, (batch, heads, queries, _) = is_grad_enabled(), q.shape
-    of_table = _NONE if table is None else _axes_of_one(table, (batch, heads, queries, keys))
+    of_table = _NONE if table is None else table.axes
     of_bias = _NONE if bias is None else _of_bias(bias, (batch, heads, queries, keys), grad)
     of_sink = _NONE if sink is None else _of_sink(sink, heads, grad)
-    if of_table is None or of_bias is None or of_sink is None:
+    if of_bias is None or of_sink is None:
         return None
     return TensorsKey(call, of_table, of_bias, of_sink)
 
@@ -130,7 +143,7 @@ def run(
     v: Any,
     mask: Mask | None,
     offset: int | None,
-    table: Tensor | None,
+    table: Table | None,
     bias: Bias | None,
     sink: Tensor | None,
 ) -> Tensor | None:
@@ -141,7 +154,9 @@ def run(
     """
     keys = k.shape[2]
     found = _known(key, keys, mask, offset)
-    return None if found is None else found.run(q, k, v, keys, offset, table, bias, sink)
+    return (
+        None if found is None else found.run(q, k, v, keys, offset, None if table is None else table.bools, bias, sink)
+    )
 
 
 def bind(key: TensorsKey, keys: int, mask: Mask | None, offset: int | None) -> Bound | None:
