@@ -81,8 +81,8 @@ struct regard_table {
 // rows of all maps follow one another. With intervals or a table, what they keep is listed into the workspace, and then
 // the lists here are there: see listing.h.
 struct regard_schedule {
-    const regard_interval *intervals;  // [maps][interval_count], of each map a union; all heads share a map then. With a
-                                       // table: of all maps, [interval_count]
+    const regard_interval *intervals;  // [maps][interval_count], of each map a union; all heads share a map then. With
+                                       // a table: of all maps, [interval_count]
     int64_t interval_count;            // 0: none
     int64_t offset;                    // the position of query 0 to the intervals; key 0 is at position 0
     regard_table table;                // the pairs that are kept, of those in the intervals if there are any

@@ -20,8 +20,10 @@ bool is_listed(const regard_schedule &s) { return s.interval_count || s.table.da
 class Table {
   public:
     Table(const regard_call &c, int64_t map, int64_t first, int64_t queries)
-        : table_(c.by_query.table), queries_(queries),
-          data_(table_.data + map / c.maps_head * table_.batch + map % c.maps_head * table_.head + first * table_.row) {}
+        : table_(c.by_query.table),
+          queries_(queries),
+          data_(table_.data + map / c.maps_head * table_.batch + map % c.maps_head * table_.head + first * table_.row) {
+    }
 
     // Writes the bits of `count` keys, up to 64: a word for each key, a bit for each query; 0 for those that follow.
     void draw(int64_t first, int64_t count, uint64_t *bits) const {
@@ -62,9 +64,14 @@ class Table {
 class Row {
   public:
     Row(const regard_call &c, int64_t row)
-        : schedule_(c.by_query), first_(row % schedule_.rows * TILE), queries_(least(c.queries - first_, TILE)),
-          q0_(first_ + schedule_.offset), keys_(c.keys), across_((c.keys + TILE - 1) / TILE),
-          count_(int(most(schedule_.interval_count, 1))), table_(c, row / schedule_.rows, first_, queries_) {
+        : schedule_(c.by_query),
+          first_(row % schedule_.rows * TILE),
+          queries_(least(c.queries - first_, TILE)),
+          q0_(first_ + schedule_.offset),
+          keys_(c.keys),
+          across_((c.keys + TILE - 1) / TILE),
+          count_(int(most(schedule_.interval_count, 1))),
+          table_(c, row / schedule_.rows, first_, queries_) {
         const int64_t map = schedule_.table.data ? 0 : row / schedule_.rows;
         const regard_interval *const all = schedule_.interval_count ? schedule_.intervals + map * count_ : &EVERYWHERE;
         const int64_t q1 = q0_ + queries_ - 1;

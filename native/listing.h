@@ -1,5 +1,5 @@
-// The lists of a schedule, from intervals: in closed form, as src/regard/plan/few_rows.py makes them. Or from a table of
-// pairs, of which every tile is read that the intervals reach, if there are any.
+// The lists of a schedule, from intervals: in closed form, as src/regard/plan/few_rows.py makes them. Or from a table
+// of pairs, of which every tile is read that the intervals reach, if there are any.
 //
 // No edge of an interval moves to the left from a query to the next. So the first and the last query of a row of tiles
 // determine which tiles an interval covers and which it only overlaps. The bits of the latter are written one by one.
