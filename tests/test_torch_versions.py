@@ -20,6 +20,8 @@ from regard import (
     torch_internals,
     torch_versions,
 )
+from regard.torch_internals import dispatch_keys, missing
+from regard.torch_internals.everywhere import NO_EVERYWHERE
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,15 +142,15 @@ def test_without_the_private_names_of_torch_results_are_right(gone: str):
 
 
 def test_a_name_that_is_missing_is_noted_with_what_happens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_internals, "MISSING", {})
-    assert torch_internals._find("torch._gone._deeper.name", 7, "the sum is slow") == 7
-    assert torch_internals._find("torch.Tensor._gone", None, "no sum") is None
-    assert torch_internals._find("torch.Tensor._version", None, "no sum") is torch.Tensor._version
-    assert torch_internals.MISSING == {"torch._gone._deeper.name": "the sum is slow", "torch.Tensor._gone": "no sum"}
+    monkeypatch.setattr(missing, "MISSING", {})
+    assert missing.find("torch._gone._deeper.name", 7, "the sum is slow") == 7
+    assert missing.find("torch.Tensor._gone", None, "no sum") is None
+    assert missing.find("torch.Tensor._version", None, "no sum") is torch.Tensor._version
+    assert missing.MISSING == {"torch._gone._deeper.name": "the sum is slow", "torch.Tensor._gone": "no sum"}
 
 
 def test_gradients_of_the_operator_are_refused_where_torch_lacks_what_they_need(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_internals, "MISSING", {"torch._C._gone": torch_internals._NO_GRADIENTS})
+    monkeypatch.setitem(missing.MISSING, "torch._C._gone", dispatch_keys.NO_GRADIENTS)
     q = torch.randn(1, 2, 7, 8, requires_grad=True)
     with FlopCounterMode(display=False):
         out = attend(q, q, q)
@@ -157,7 +159,7 @@ def test_gradients_of_the_operator_are_refused_where_torch_lacks_what_they_need(
 
 
 def test_everywhere_refuses_where_torch_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_internals, "MISSING", {"torch._native_x": torch_internals._NO_EVERYWHERE})
+    monkeypatch.setitem(missing.MISSING, "torch._native_x", NO_EVERYWHERE)
     with pytest.raises(RefusalError, match=r"regard.everywhere needs torch._native_x of torch"):
         everywhere()
 
