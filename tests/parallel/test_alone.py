@@ -164,9 +164,9 @@ def test_a_group_that_is_made_again_does_not_read_what_the_one_before_wrote():
     for _ in range(2):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         first, second = (Ranks(None, 1.0, "ring_attend") for _ in range(2))
-        before = first._has("a key")  # pyright: ignore[reportPrivateUsage]
-        first._write("a key", "a text")  # pyright: ignore[reportPrivateUsage]
-        found.append((before, second._has("a key")))  # pyright: ignore[reportPrivateUsage]
+        before = first.store.has("a key")
+        first.store.write("a key", "a text")
+        found.append((before, second.store.has("a key")))
         dist.destroy_process_group()
     assert found == [(False, True)] * 2
 

@@ -1,16 +1,13 @@
 """The ranks of a group: waiting for one another, with an error that names the rank that is lost.
 
 A wait ends by an error of the backend (the other process ended, so its connection is closed) or by the timeout. Which
-rank is to blame is then found through the group's key-value store:
+rank is to blame is then found through the group's key-value store (`store.py`):
 
 - A rank that fails writes that it is alive (`alive/RANK`), so it is not taken for the lost one.
 - A rank whose connection was closed blames the rank at the other end, unless that one is alive: it failed itself, and
   waits for or has the verdict.
 - A rank whose wait timed out blames those that do not write within another timeout that they are alive.
 - The first verdict (`lost`) counts; all others repeat it.
-
-A group that is made again, after `destroy_process_group`, may have the name and the store of the old one: the keys of
-each begin with its members, and with how many groups of these the store had before.
 
 Ranks that make different calls are found in two ways. A form of call that is new to a rank is compared through the
 store before anything is sent. In later calls of that form, the tags of messages depend on the form and on how many
@@ -27,31 +24,23 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn, cast
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
-from regard.errors import ProblemError, RankError, RegardError
-from regard.lru_cache import LRUCache
-from regard.parallel.digest import digest
+from regard.errors import ProblemError, RankError
+from regard.parallel.store import Known, Store, known_of
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for another."""
 
-POLL = 0.02
-"""Seconds between two looks into the store."""
-
 GRACE = 3.0
 """Seconds in which a rank that lives writes so, after a connection to it was closed."""
-
 
 RAISES = "raises "
 """Begins what a rank writes in place of its call, where that raises an error."""
@@ -92,29 +81,6 @@ class Pending(NamedTuple):
     tensors: list[Tensor]
 
 
-@dataclass
-class Known:
-    """What this process knows of a group.
-
-    Attributes:
-        prefix: begins its keys in the store, the same on all ranks; "" before the store is asked.
-        texts: the latest forms of calls that all ranks agreed on, and their descriptions. Ranks make the same calls,
-            so they drop the same forms.
-        calls: how many calls were made.
-        lost: the error of an earlier call, after which messages may be under way.
-    """
-
-    prefix: str = ""
-    texts: LRUCache[object, str] = field(
-        default_factory=lambda: LRUCache[object, str](entries=256, nbytes=1 << 20, size=len)
-    )
-    calls: int = 0
-    lost: RegardError | None = None
-
-
-_known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
-
-
 def check_initialized(function: str) -> None:
     """Raise `ProblemError` unless there is a process group."""
     if not dist.is_available() or not dist.is_initialized():
@@ -150,9 +116,10 @@ class Ranks:
             raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
         self.rank, self.size = rank, dist.get_world_size(self.group)
         self.timeout, self.function = float(timeout), function
-        self.known = _known.setdefault(self.group, Known())
+        self.known = known_of(self.group)
         if self.known.lost is not None:
             raise self.known.lost
+        self.store = Store(self.group, self.known, function)
 
     @classmethod
     def alone(cls, timeout: float, function: str) -> "Ranks":
@@ -189,21 +156,21 @@ class Ranks:
     def refuse(self, why: str) -> None:
         """Begin a call that raises an error on this rank, and tell others so; waits for nobody."""
         if self.size > 1:
-            self._write(f"call/{self.known.calls}/{self.rank}", f"{RAISES}{why}")
+            self.store.write(f"call/{self.known.calls}/{self.rank}", f"{RAISES}{why}")
             self.known.calls += 1
 
     def _compare(self) -> None:
         """Raise an error unless all ranks make this call."""
-        self._write(f"call/{self.number}/{self.rank}", self.text)
+        self.store.write(f"call/{self.number}/{self.rank}", self.text)
         keys = {rank: f"call/{self.number}/{rank}" for rank in range(self.size)}
-        if missing := self._missing(keys, self.timeout):
+        if missing := self.store.missing(keys, self.timeout):
             self._write_alive()  # to ranks that know the form, and wait for messages
-            silent = self._missing({r: (f"alive/{r}", keys[r]) for r in missing}, self.timeout)
+            silent = self.store.missing({r: (f"alive/{r}", keys[r]) for r in missing}, self.timeout)
             if not silent:
                 self._check_same()
             what = f"did not make its call {self.number + 1}, of a new form, within {self.timeout:g} s"
             self._lose(silent or missing, what)
-        texts = {rank: self._read(key) for rank, key in keys.items()}
+        texts = {rank: self.store.read(key) for rank, key in keys.items()}
         if len(set(texts.values())) > 1:
             raise ProblemError(self._difference(texts.items()))
 
@@ -305,13 +272,13 @@ class Ranks:
         self._check_refused(others, error)
         alive = {rank: f"alive/{rank}" for rank in others}
         suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
-        missing = self._missing({rank: alive[rank] for rank in suspects}, grace)
+        missing = self.store.missing({rank: alive[rank] for rank in suspects}, grace)
         what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, and the connection is closed"
         if missing:
             self._lose(missing, what, error)
         if not timed_out:
-            self._missing(alive, self.timeout)  # all live, or one of them finds which is lost
-        if not self._has("lost"):
+            self.store.missing(alive, self.timeout)  # all live, or one of them finds which is lost
+        if not self.store.has("lost"):
             self._check_same(error)
             message = f"{self.function}: a message did not arrive, and every rank says that it is alive: {error}"
             self.known.lost = RankError(message)
@@ -319,19 +286,19 @@ class Ranks:
         self._end("", error)
 
     def _write_alive(self) -> None:
-        self._write(f"alive/{self.rank}", f"call {self.number + 1}: {self.text or self.function}")
+        self.store.write(f"alive/{self.rank}", f"call {self.number + 1}: {self.text or self.function}")
 
     def _check_refused(self, others: Iterable[int], error: Exception) -> None:
         """Raise an error if other ranks raised one in this call, which this rank began."""
         keys = {rank: f"call/{self.number}/{rank}" for rank in others}
-        texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
+        texts = {rank: self.store.read(key) for rank, key in keys.items() if self.store.has(key)}
         if refused := {rank: text for rank, text in texts.items() if text.startswith(RAISES)}:
             self._end(self._difference(sorted({self.rank: self.text, **refused}.items())), error)
 
     def _check_same(self, error: Exception | None = None) -> None:
         """Raise an error if ranks, which are alive, are in different calls."""
         keys = {rank: f"alive/{rank}" for rank in range(self.size)}
-        texts = {rank: self._read(key) for rank, key in keys.items() if self._has(key)}
+        texts = {rank: self.store.read(key) for rank, key in keys.items() if self.store.has(key)}
         if len(set(texts.values())) > 1:
             self._end(self._difference(texts.items()), error)
 
@@ -352,8 +319,7 @@ class Ranks:
         Args:
             ranks: that are lost; none if ranks differ.
         """
-        first = self._ask(lambda store: store.compare_set("lost", "", json.dumps([list(ranks), why])))
-        ranks, why = cast("tuple[list[int], str]", json.loads(first))
+        ranks, why = cast("tuple[list[int], str]", json.loads(self.store.first("lost", json.dumps([list(ranks), why]))))
         end = " " if ranks else "\n"
         message = (
             f"{why}{end}This process (rank {dist.get_rank()}) cannot use the group any more: start all ranks again."
@@ -362,44 +328,5 @@ class Ranks:
         self.known.lost = RankError(message, lost) if lost else ProblemError(message)
         raise self.known.lost from error
 
-    def _missing(self, keys: Mapping[int, str | tuple[str, ...]], seconds: float) -> list[int]:
-        """The ranks of which no key is in the store when the time is over, or when there is a verdict."""
-        deadline = time.monotonic() + seconds
-        wanted = {rank: (key,) if isinstance(key, str) else key for rank, key in keys.items()}
-        while True:
-            wanted = {rank: names for rank, names in wanted.items() if not any(map(self._has, names))}
-            if not wanted or self._has("lost") or time.monotonic() > deadline:
-                return list(wanted)
-            time.sleep(POLL)
-
     def _name(self, rank: int) -> str:
         return str(dist.get_global_rank(self.group, rank))
-
-    def _has(self, key: str) -> bool:
-        return self._ask(lambda store: store.check([key]))
-
-    def _read(self, key: str) -> str:
-        return self._ask(lambda store: store.get(key)).decode()
-
-    def _write(self, key: str, text: str) -> None:
-        self._ask(lambda store: store.set(key, text))
-
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """The store's answer; it is in the process of rank 0, or in that of torchrun."""
-        try:
-            return question(PrefixStore(self._prefix(), self.group.get_group_store()))
-        except (RuntimeError, OSError) as error:
-            self.known.lost = RankError(
-                f"{self.function}: the store of the process group does not answer: the process that has it, "
-                "rank 0 or torchrun, ended. Start all ranks again.",
-                (0,),
-            )
-            raise self.known.lost from error
-
-    def _prefix(self) -> str:
-        """Begins the group's keys: each of its ranks adds one to a number in the store, before it asks anything."""
-        if not self.known.prefix:
-            name = f"regard/{digest(repr(dist.get_process_group_ranks(self.group)))}"
-            before = (self.group.get_group_store().add(name, 1) - 1) // self.size
-            self.known.prefix = f"{name}/{before}"
-        return self.known.prefix
