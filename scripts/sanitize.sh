@@ -77,7 +77,7 @@ from regard import native
 native._find = lambda: "$place/libregard.so"
 PYTHON
 # Random calls on every kernel, bad structs, and several threads; without what measures time or memory.
-[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,tiles,linear,storage,dropout,manners,sweep,sweep_interface}.py \
+[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,tiles,listing,linear,storage,dropout,manners,sweep,sweep_interface}.py \
     -k "not ctrl_c and not little_memory and not other_threads" --numprocesses 2
 runtimes=""
 for name in asan ubsan stdc++; do runtimes="$runtimes:$("$compiler" -print-file-name="lib$name.so")"; done

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Causal, ProblemError, RefusalError, attend
+from regard import Alibi, Causal, Prefix, ProblemError, RefusalError, TensorBias, TensorMask, attend
 from regard.cache import Fp8, Int4, Int8, KVCache, Latent, Paged, PagePool, Rolling
 from regard.calls import observe_calls
 from regard.dispatch import ready
@@ -87,6 +87,44 @@ def test_each_step_has_the_bits_of_the_long_way_through_crops_copies_and_resets(
                 cache.select(torch.tensor([1, 1]))
         cache.reset()
     assert steps > 150  # most steps are ready
+
+
+WITH_TENSORS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "a sink": lambda keys: {"mask": Causal(), "sink": torch.randn(4)},
+    "ALiBi": lambda keys: {"mask": Causal(), "bias": Alibi(4)},
+    "a bias": lambda keys: {"bias": TensorBias(torch.randn(2, 1, 1, keys))},
+    "padding": lambda keys: {"mask": Causal() & ~Prefix(torch.tensor([3, 0]))},
+    "a table": lambda keys: {"mask": Causal() & TensorMask(torch.rand(2, 1, 1, keys) < 0.8)},
+    "all": lambda keys: {
+        "mask": TensorMask(torch.rand(2, 4, 1, keys) < 0.8),
+        "bias": TensorBias(torch.randn(4, 1, keys)),
+        "sink": torch.randn(4),
+    },
+}
+
+
+@pytest.mark.parametrize("words", WITH_TENSORS)
+@pytest.mark.parametrize("name", ["int8", "half precision", "pages", "pages of a pool"])
+def test_calls_with_more_tensors_are_ready_and_have_the_bits_of_the_long_way(name: str, words: str) -> None:
+    torch.manual_seed(0)
+    cache, steps = CACHES[name](), 0
+    cache.append(*_new(70))
+    for i in range(40):
+        k, v = cache.append(*_new(1 + (i == 9)))
+        q, more = _queries(), WITH_TENSORS[words](k.shape[2])
+        bias, sink = more.get("bias"), more.get("sink")
+        found = ready.run(q, k, v, more.get("mask"), None, None, None, None, bias, sink)[1]
+        with observe_calls(lambda _: None):  # the long way
+            expected = attend(q, k.to(k.dtype), v.to(v.dtype), **more)
+        dense = (t.dense() if isinstance(t, StoredTensor) else t for t in (k, v))
+        assert torch.allclose(expected, attend(q, *dense, backend="reference", **more), atol=1e-4)
+        assert torch.equal(attend(q, k, v, **more), expected)
+        if found is not None:
+            assert torch.equal(found, expected)
+            steps += 1
+        if i == 20:
+            cache.crop(cache.tokens_seen - 9)
+    assert steps > 25
 
 
 @pytest.mark.parametrize("batch", [1, 3])

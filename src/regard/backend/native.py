@@ -24,6 +24,7 @@ from regard.backend.native_repeated import (
     Like,
     repeated,
     repeated_stored,
+    repeated_stored_with_tensors,
     repeated_with_gradients,
     repeated_with_tensors,
 )
@@ -125,24 +126,29 @@ class _Kernel:
         return repeated(self.attend, self.form, tiles, by_head, by_token)
 
     def repeated_with_tensors(self, operands: Operands) -> RepeatedWithTensors | None:
-        p, queries = self.problem, operands.q.shape[2]
-        if p.grad or p.dropout or p.storage is not None or operands.stored is not None:
+        queries = operands.q.shape[2]
+        if not self._repeats_with_tensors(operands):
             return None
         fixed = ALL if operands.mask is None and queries <= QUERIES else fixed_tiles(operands)
         tiles = self._tiles_of_same_sizes(operands) if fixed is None else fixed
         if tiles is None:
             return None
-        return RepeatedWithTensors(self._repeated_with_tensors(tiles, queries), fixed is not None)
+        return RepeatedWithTensors(self._with_tensors(tiles, operands), fixed is not None)
 
     def repeated_with_table(self, operands: Operands, rest: Mask | None) -> RunWithTensors | None:
-        p, tiles = self.problem, tiles_beside_table(rest, operands.sizes)
-        if tiles is None or p.grad or p.dropout or p.storage is not None or operands.stored is not None:
-            return None
-        return self._repeated_with_tensors(tiles, operands.q.shape[2])
+        tiles = tiles_beside_table(rest, operands.sizes) if self._repeats_with_tensors(operands) else None
+        return None if tiles is None else self._with_tensors(tiles, operands)
 
-    def _repeated_with_tensors(self, tiles: Tiles, queries: int) -> RunWithTensors:
+    def _repeats_with_tensors(self, operands: Operands) -> bool:
+        p = self.problem
+        return not (p.grad or p.dropout) and (p.storage is None) == (operands.stored is None)
+
+    def _with_tensors(self, tiles: Tiles, operands: Operands) -> RunWithTensors:
+        by_head, by_token = (self._make_like(operands.q.shape[2], by_token) for by_token in (False, True))
+        if operands.stored is not None:
+            form = partial(opened_over, self.entry, self.packed)
+            return repeated_stored_with_tensors(self.attend, form, tiles, by_head, by_token)
         form = partial(self.entry.opened, self.packed)
-        by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
         return repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
 
     def _tiles_of_same_sizes(self, operands: Operands) -> Tiles | None:

@@ -171,9 +171,8 @@ def repeated_with_tensors(
 
     It reads strides and addresses as `_run` does, in place: a function of their own would cost each call 0.2 us.
     """
-    intervals, number, maps, lists, memory = tiles
+    intervals, number, maps, _, memory = tiles
     queries, threads, attend = by_head.queries, torch.get_num_threads, run.__call__
-    heads, wide = by_head.lse.shape[1], by_head.lse.dtype
 
     def again(
         q: Tensor,
@@ -194,14 +193,8 @@ def repeated_with_tensors(
         if not (qd == kd == vd == 1 and at_q and at_k and at_v):  # without memory: no tokens, or a lazy zero
             return None
         offset = keys - queries if offset is None else offset
-        form, of_operands = opened(), number
-        if table is not None:
-            if (fields := tiles.fields_with_table(table, queries, offset)) is None:
-                return None
-            form[TILES], of_operands = fields, 0
-        elif not number:
-            form[TILES] = lists
-        used = write_bias_and_sink(form, bias, sink, heads, wide, offset - (keys - 1), queries + keys - 1)
+        form = opened()
+        used = _write_tensors(form, tiles, table, bias, sink, by_head.lse, keys, offset)
         if used is None:
             return None
         is_by_token = qh < qt and queries > 1
@@ -209,12 +202,83 @@ def repeated_with_tensors(
         out = empty_like(like)
         attend(form, (
             at_q, qb, qh, qt, at_k, kb, kh, kt, at_v, vb, vh, vt, out.data_ptr(), ob, oh, ot, 0, threads(),
-            queries, keys, intervals, of_operands, offset, maps,
+            queries, keys, intervals, number if table is None else 0, offset, maps,
         ))  # fmt: skip
         del used  # it was needed until now
         return out.transpose(1, 2) if is_by_token else out
 
     return again
+
+
+def repeated_stored_with_tensors(
+    run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by_token: Like
+) -> RunWithTensors:
+    """The same over stored keys and values, whose parts are written into the struct as well."""
+    intervals, number, maps, _, memory = tiles
+    queries, threads, attend = by_head.queries, torch.get_num_threads, run.__call__
+    element = by_head.out.data_ptr()
+
+    def again(
+        q: Tensor,
+        k: StoredTensor,
+        v: StoredTensor,
+        keys: int,
+        offset: int | None,
+        table: Tensor | None,
+        bias: Bias | None,
+        sink: Tensor | None,
+        kept: object = memory,
+    ) -> Tensor | None:
+        try:
+            (qb, qh, qt, qd), at_q = q.stride(), q.data_ptr()
+        except RuntimeError:  # a layout without strides
+            return None
+        if qd != 1 or not at_q:
+            return None
+        offset = keys - queries if offset is None else offset
+        form, parts = opened(k, v)
+        used = _write_tensors(form, tiles, table, bias, sink, by_head.lse, keys, offset)
+        if used is None:
+            return None
+        is_by_token = qh < qt and queries > 1
+        _, _, like, (ob, oh, ot), _, empty_like = by_token if is_by_token else by_head
+        out = empty_like(like)
+        attend(form, (
+            at_q, qb, qh, qt, element, 0, 0, 0, element, 0, 0, 0, out.data_ptr(), ob, oh, ot, 0, threads(),
+            queries, keys, intervals, number if table is None else 0, offset, maps,
+        ))  # fmt: skip
+        del parts, used  # they were needed until now
+        return out.transpose(1, 2) if is_by_token else out
+
+    return again
+
+
+def _write_tensors(
+    form: Any,
+    tiles: Tiles,
+    table: Tensor | None,
+    bias: Bias | None,
+    sink: Tensor | None,
+    lse: Tensor,
+    keys: int,
+    offset: int,
+) -> object | None:
+    """Write what a call has besides queries, keys and values into a struct, and lists of tiles.
+
+    Args:
+        lse: a tensor like the log-sum-exp.
+
+    Returns:
+        What must stay in memory until the struct was run; None where something has no memory.
+    """
+    _, heads, queries = lse.shape
+    if table is not None:
+        if (fields := tiles.fields_with_table(table, queries, offset)) is None:
+            return None
+        form[TILES] = fields
+    elif not tiles.number:
+        form[TILES] = tiles.lists
+    return write_bias_and_sink(form, bias, sink, heads, lse.dtype, offset - (keys - 1), queries + keys - 1)
 
 
 def _bind_nothing(q: Tensor, k: Any, v: Any, is_by_token: bool) -> None:
