@@ -10,7 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Prefix, ProblemError, RefusalError, TensorBias, TensorMask, attend
+from regard import (
+    Alibi,
+    Causal,
+    KeyLengths,
+    Mask,
+    Prefix,
+    ProblemError,
+    RefusalError,
+    TensorBias,
+    TensorMask,
+    Tree,
+    Window,
+    attend,
+)
 from regard.cache import Fp8, Int4, Int8, KVCache, Latent, Paged, PagePool, Rolling
 from regard.calls import observe_calls
 from regard.dispatch import ready
@@ -205,16 +218,69 @@ def test_calls_that_need_more_than_the_kernel_go_the_long_way() -> None:
         assert _run(q, *rotated) is None
 
 
-def test_rows_of_different_lengths_go_the_long_way() -> None:
-    torch.manual_seed(0)
+ROW_MASKS: dict[str, Mask | None] = {
+    "none": None,
+    "causal": Causal(),
+    "a window and sinks": Causal() & (Window(20) | Prefix(3)),
+}
+
+
+def _pool_of_rows(*lengths: int) -> tuple[PagePool, list[Any]]:
     pool = PagePool(None, 16)
-    sequences = [pool.sequence() for _ in range(2)]
-    for tokens, sequence in zip((20, 37), sequences, strict=True):
+    sequences = [pool.sequence() for _ in lengths]
+    for tokens, sequence in zip(lengths, sequences, strict=True):
         pool.append([sequence], *_new(tokens, 1))
+    return pool, sequences
+
+
+@pytest.mark.parametrize("name", ROW_MASKS)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_of_different_lengths_are_ready_and_have_the_bits_of_the_long_way(name: str, queries: int) -> None:
+    torch.manual_seed(0)
+    (pool, sequences), mask, steps = _pool_of_rows(20, 37, 70), ROW_MASKS[name], 0
+    for i in range(30):
+        if i % 3 == 2:  # one row gets longer than the others
+            pool.append(sequences[i % 2 : i % 2 + 1], *_new(5, 1))
+        k, v = pool.append(sequences, *_new(queries, 3))
+        for sink in (None, torch.randn(4)):
+            q = _queries(queries, 3)
+            found = ready.run(q, k, v, mask, None, None, None, None, None, sink)[1]
+            with observe_calls(lambda _: None):  # the long way
+                expected = attend(q, k, v, mask=mask, sink=sink)
+            assert torch.allclose(expected, attend(q, k, v, mask=mask, sink=sink, backend="reference"), atol=1e-5)
+            assert torch.equal(attend(q, k, v, mask=mask, sink=sink), expected)
+            if found is not None:
+                assert torch.equal(found, expected)
+                steps += 1
+    assert steps > 50
+
+
+def test_two_layers_of_different_lengths_are_not_taken_for_each_other() -> None:
+    torch.manual_seed(0)
+    layers = [_pool_of_rows(20, 37), _pool_of_rows(37, 20), _pool_of_rows(20, 38)]
+    for _ in range(4):
+        for pool, sequences in layers:
+            k, v = pool.append(sequences, *_new(1))
+            q = _queries()
+            expected = attend(q, k, v, mask=Causal(), backend="reference")
+            assert torch.allclose(attend(q, k, v, mask=Causal()), expected, atol=1e-5)
+
+
+def test_what_rows_of_different_lengths_do_not_take_is_refused_as_ever() -> None:
+    torch.manual_seed(0)
+    pool, sequences = _pool_of_rows(20, 37)
     k, v = pool.append(sequences, *_new(1))
     for _ in range(2):
         attend(_queries(), k, v, mask=Causal())
-        assert _run(_queries(), k, v, Causal()) is None
+    assert _run(_queries(), k, v, Causal()) is not None
+    for words in ({"offset": 3}, {"mask": Tree((-1, 0))}, {"mask": TensorMask(torch.rand(38) < 0.5)}):
+        with pytest.raises(ProblemError):
+            attend(_queries(), k, v, **words)
+    with pytest.raises(ProblemError):
+        attend(_queries(), k, pool.append(sequences[:1], *_new(1, 1))[1], mask=Causal())
+    biased = attend(_queries(), k, v, mask=Causal(), bias=Alibi(4))
+    assert biased.shape == (2, 4, 1, 32)
+    assert _run(_queries(), k, v, KeyLengths(torch.tensor([3, 3]))) is None
 
 
 def test_latents_are_ready() -> None:

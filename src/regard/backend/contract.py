@@ -115,6 +115,13 @@ class KernelWithTensors(RepeatableKernel, Protocol):
         """
         ...
 
+    def repeated_over_rows(self, operands: Operands, mask: Mask | None, /) -> RunWithTensors | None:
+        """The same over stored keys of rows of different lengths, under a mask of positions within a row.
+
+        The lengths are read in each call; there is neither a table nor a bias.
+        """
+        ...
+
 
 class Backend(ABC):
     """What computes attention; to be subclassed.

@@ -22,13 +22,23 @@ from regard.backend.native_gradients import Attention, Call, Gradients
 from regard.backend.native_inputs import TILES, Inputs, inputs_of, opened_over, write_inputs
 from regard.backend.native_repeated import (
     Like,
+    TilesOf,
     repeated,
     repeated_stored,
     repeated_stored_with_tensors,
     repeated_with_gradients,
     repeated_with_tensors,
+    tiles_of_rows,
 )
-from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_beside_table, tiles_of
+from regard.backend.native_tiles import (
+    ALL,
+    QUERIES,
+    Tiles,
+    TilesByRow,
+    fixed_tiles,
+    tiles_beside_table,
+    tiles_of,
+)
 from regard.describe.mask import Mask
 from regard.huge_pages import allocator_like
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, rotate
@@ -139,17 +149,27 @@ class _Kernel:
         tiles = tiles_beside_table(rest, operands.sizes) if self._repeats_with_tensors(operands) else None
         return None if tiles is None else self._with_tensors(tiles, operands)
 
+    def repeated_over_rows(self, operands: Operands, mask: Mask | None) -> RunWithTensors | None:
+        queries = operands.q.shape[2]
+        tiles = tiles_beside_table(mask, operands.sizes) if self._repeats_with_tensors(operands) else None
+        return None if tiles is None else self._over_stored(tiles_of_rows(TilesByRow(tiles, queries)), queries)
+
     def _repeats_with_tensors(self, operands: Operands) -> bool:
         p = self.problem
         return not (p.grad or p.dropout) and (p.storage is None) == (operands.stored is None)
 
     def _with_tensors(self, tiles: Tiles, operands: Operands) -> RunWithTensors:
-        by_head, by_token = (self._make_like(operands.q.shape[2], by_token) for by_token in (False, True))
+        queries = operands.q.shape[2]
         if operands.stored is not None:
-            form = partial(opened_over, self.entry, self.packed)
-            return repeated_stored_with_tensors(self.attend, form, tiles, by_head, by_token)
+            return self._over_stored(lambda k, v, keys: tiles, queries)
+        by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
         form = partial(self.entry.opened, self.packed)
         return repeated_with_tensors(self.attend, form, tiles, by_head, by_token)
+
+    def _over_stored(self, tiles_of: TilesOf, queries: int) -> RunWithTensors:
+        by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
+        form = partial(opened_over, self.entry, self.packed)
+        return repeated_stored_with_tensors(self.attend, form, tiles_of, by_head, by_token)
 
     def _tiles_of_same_sizes(self, operands: Operands) -> Tiles | None:
         """The tiles of all calls of these sizes under the mask, if that is not constant; None if they are not kept."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.backend.contract import Bind, Bound, Repeated, Run, RunWithTensors
 from regard.backend.native_inputs import TILES, write_bias_and_sink
-from regard.backend.native_tiles import Tiles
+from regard.backend.native_tiles import Tiles, TilesByRow
 from regard.describe.bias import Bias
 from regard.native_calls import Attend, pack_packed, packed_operands
 from regard.storage.stored import StoredTensor
@@ -210,11 +210,24 @@ def repeated_with_tensors(
     return again
 
 
+TilesOf: TypeAlias = Callable[[StoredTensor, StoredTensor, int], Tiles | None]
+"""The tiles of a call over stored keys and values, of which there are so many; None where it needs another way."""
+
+
+def tiles_of_rows(tiles: TilesByRow) -> TilesOf:
+    """Those of rows of different lengths."""
+
+    def of_call(k: StoredTensor, v: StoredTensor, keys: int) -> Tiles | None:
+        lengths = k.row_lengths
+        return None if lengths is None or lengths != v.row_lengths else tiles(lengths, keys)
+
+    return of_call
+
+
 def repeated_stored_with_tensors(
-    run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by_token: Like
+    run: Attend, opened: OpenedOver, tiles_of: TilesOf, by_head: Like, by_token: Like
 ) -> RunWithTensors:
     """The same over stored keys and values, whose parts are written into the struct as well."""
-    intervals, number, maps, _, memory = tiles
     queries, threads, attend = by_head.queries, torch.get_num_threads, run.__call__
     element = by_head.out.data_ptr()
 
@@ -227,13 +240,12 @@ def repeated_stored_with_tensors(
         table: Tensor | None,
         bias: Bias | None,
         sink: Tensor | None,
-        kept: object = memory,
     ) -> Tensor | None:
         try:
             (qb, qh, qt, qd), at_q = q.stride(), q.data_ptr()
         except RuntimeError:  # a layout without strides
             return None
-        if qd != 1 or not at_q:
+        if qd != 1 or not at_q or (tiles := tiles_of(k, v, keys)) is None:
             return None
         offset = keys - queries if offset is None else offset
         form, parts = opened(k, v)
@@ -245,9 +257,9 @@ def repeated_stored_with_tensors(
         out = empty_like(like)
         attend(form, (
             at_q, qb, qh, qt, element, 0, 0, 0, element, 0, 0, 0, out.data_ptr(), ob, oh, ot, 0, threads(),
-            queries, keys, intervals, number if table is None else 0, offset, maps,
+            queries, keys, tiles.intervals, tiles.number if table is None else 0, offset, tiles.maps_batch,
         ))  # fmt: skip
-        del parts, used  # they were needed until now
+        del tiles, parts, used  # they were needed until now
         return out.transpose(1, 2) if is_by_token else out
 
     return again

@@ -165,6 +165,35 @@ def tiles_beside_table(rest: Mask | None, sizes: CallSizes) -> Tiles | None:
     return _of_intervals(union, 1)
 
 
+class TilesByRow:
+    """The tiles of calls over rows of different lengths, where the last query of a row is at its last key (`Ragged`).
+
+    Args:
+        tiles: of the mask within a row: intervals that are the same for all rows, or none.
+        queries: of the calls.
+    """
+
+    def __init__(self, tiles: Tiles, queries: int) -> None:
+        edges = tiles.memory[0].tolist() if tiles.number else [*_NONE]
+        self._intervals, self._queries = [edges[i : i + 4] for i in range(0, len(edges), 4)], queries
+        self._latest: tuple[tuple[int, ...], int, Tiles] | None = None
+
+    def __call__(self, lengths: tuple[int, ...], keys: int) -> Tiles | None:
+        """The tiles of rows of these lengths; None if the library does not list so many."""
+        if (latest := self._latest) is not None and latest[0] == lengths and latest[1] == keys:  # of another layer
+            return latest[2]
+        if not 0 < len(lengths) * self._queries <= QUERIES:
+            return None
+        memory = array("q")
+        for length in lengths:
+            back = length - keys  # from positions of the call to those of a row
+            for left, right, start, stop in self._intervals:
+                memory.extend((left + back, right + back, start, min(stop, length)))
+        tiles = Tiles(memory.buffer_info()[0], len(self._intervals), len(lengths), (), (memoryview(memory),))
+        self._latest = lengths, keys, tiles
+        return tiles
+
+
 def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
     if len(_fixed) >= KEPT:
         _fixed.clear()

@@ -4,14 +4,15 @@ A tiny call, one query of 8 heads against 64 keys, takes less time to compute th
 that a kernel can repeat (`RepeatableKernel`) depends on is one key: sizes, types and flags of the tensors, the mask if
 it is constant, and the numbers. What is not in the key forces the long way: tracing, autocast, `torch.func`,
 dispatch modes and classes of tensors. Elements, strides, the number of keys and the offset are no part of the key, so
-each step of decoding finds the call of the step before. Calls with a bias, a sink or a mask with tensors have a key of
-their own (`ready_tensors.py`). Where gradients are needed, such calls and those over stored keys go the long way.
+each step of decoding finds the call of the step before. Calls with a bias, a sink, a mask with tensors or rows of
+different lengths have a key of their own (`ready_tensors.py`). Where gradients are needed, such calls and those over
+stored keys go the long way.
 
 To build a key takes 2 us, as each attribute of a tensor that Python reads takes 0.1. So the last calls of tensors are
 known by a guard of torch.compile, which compares all of that in one function of C++.
 
 Stored keys and values have the encodings of their parts in the key, as in the key of a plan: addresses, tables and
-counts of tokens are read in each call. Rows of different lengths, rotated keys and rings go the long way.
+counts of tokens are read in each call. Rotated keys and rings go the long way.
 """
 
 from collections.abc import Callable
@@ -104,13 +105,16 @@ def run(
     ):
         return _LONG
     constant = None if mask is None else mask.constant()
-    if bias is not None or sink is not None or (mask is not None and constant is None):
+    has_rows = kind is StoredTensor and (k.lengths is not None or v.lengths is not None)
+    if has_rows and offset is not None:  # an error
+        return _LONG
+    if bias is not None or sink is not None or has_rows or (mask is not None and constant is None):
         table = None
         if mask is not None and constant is None and (found := parted(mask, q, k)) is not None:
             mask, table = found
             constant = None if mask is None else mask.constant()
         call = _key(q, k, v, constant, scale, softcap, backend) if q.is_cpu else None
-        key = None if call is None or call[_LEARNS] else key_of(call, q, k.shape[2], table, bias, sink)
+        key = None if call is None or call[_LEARNS] else key_of(call, q, k.shape[2], has_rows, table, bias, sink)
         if key is None:
             return _LONG
         return key, ready_tensors.run(key, q, k, v, mask if constant is None else None, offset, table, bias, sink)
@@ -181,7 +185,7 @@ def _guard(call: _Ready, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _is_simple(stored: StoredTensor) -> bool:
     """Whether a call over them needs no step before or after it, and no mask but its own; on the CPU."""
-    if stored.lengths is not None or stored.rotated or stored.is_ring or not stored.parts:
+    if stored.rotated or stored.is_ring or not stored.parts:
         return False
     return stored.parts[0].data.is_cpu
 
@@ -201,7 +205,8 @@ def keep(key: AnyKey, mask: Mask | None, offset: int | None, bias: Bias | None, 
         return
     if any(type(size) is not int for size in (*call[0], *call[1:7])):  # while torch.jit traces they are tensors
         return
-    if not plan.is_repeatable or (operands.mask is None) != (mask is None):
+    has_rows = isinstance(key, TensorsKey) and key.has_rows  # their lengths are a mask
+    if not plan.is_repeatable or (operands.mask is None) != (mask is None and not has_rows):
         return
     if isinstance(key, TensorsKey):
         ready_tensors.keep(key, mask, offset, bias, plan, operands)

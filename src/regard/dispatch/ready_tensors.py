@@ -1,4 +1,4 @@
-"""Ready calls that have more tensors than q, k and v: a bias, a sink, or a mask with tensors.
+"""Ready calls that have more tensors than q, k and v: a bias, a sink, a mask with tensors, or lengths of rows.
 
 Such a call takes 10 us more than one without them (`ready.py`), and 20 to 30 us less than the long way. Its key is that
 of the call without them, and
@@ -50,12 +50,14 @@ class TensorsKey(NamedTuple):
 
     Attributes:
         call: the key of the call without these; it has the address of the fingerprint of a constant mask.
+        has_rows: whether stored keys have rows of different lengths, which are read in each call.
         table: what the call depends on of a table; empty without one.
         bias: what the call depends on of a bias; empty without one.
         sink: the type of the sink; empty without one.
     """
 
     call: _Part
+    has_rows: bool
     table: _Part
     bias: _Part
     sink: _Part
@@ -120,7 +122,7 @@ def _constant_and_tables(mask: Mask) -> tuple[Mask | None, list[Tensor]] | None:
 
 
 def key_of(
-    call: _Part, q: Tensor, keys: int, table: Table | None, bias: Bias | None, sink: Tensor | None
+    call: _Part, q: Tensor, keys: int, has_rows: bool, table: Table | None, bias: Bias | None, sink: Tensor | None
 ) -> TensorsKey | None:
     """The key of a call; None if it must go the long way.
 
@@ -131,9 +133,9 @@ def key_of(
     of_table = _NONE if table is None else table.axes
     of_bias = _NONE if bias is None else _of_bias(bias, (batch, heads, queries, keys), grad)
     of_sink = _NONE if sink is None else _of_sink(sink, heads, grad)
-    if of_bias is None or of_sink is None:
+    if of_bias is None or of_sink is None or (has_rows and (of_table or of_bias)):
         return None
-    return TensorsKey(call, of_table, of_bias, of_sink)
+    return TensorsKey(call, has_rows, of_table, of_bias, of_sink)
 
 
 def run(
@@ -199,8 +201,8 @@ def keep(
     sizes, kernel = operands.key, plan.kernel
     if sizes is None or not hasattr(kernel, "repeated_with_tensors"):  # `isinstance` of a protocol takes 15 us
         return
-    if key.table:
-        _keep_with_table(key, cast(Mask, mask), bias, plan, operands)
+    if key.has_rows or key.table:
+        _keep_for_all_sizes(key, mask, bias, plan, operands)
         return
     content, constant = sizes.mask, None if mask is None else mask.constant()
     if content is not None and not (content.is_registered and content.is_cacheable):
@@ -218,16 +220,18 @@ def keep(
     _put(key, by_mask, _Ready(ref(plan), again.run, (constant, None if bias is None else bias.constant())))
 
 
-def _keep_with_table(key: TensorsKey, mask: Mask, bias: Bias | None, plan: Plan, operands: Operands) -> None:
-    parts = _constant_and_tables(mask)
+def _keep_for_all_sizes(key: TensorsKey, mask: Mask | None, bias: Bias | None, plan: Plan, operands: Operands) -> None:
+    """Keep a call with a table, or over rows of different lengths: the number of keys and the offset may differ."""
+    parts = (None, []) if mask is None else _constant_and_tables(mask)
     known = _ready.get(key, {}).get(None)
     if parts is None or (known is not None and known.plan() is plan):
         return
-    rest = parts[0]
+    rest, kernel = parts[0], cast(KernelWithTensors, plan.kernel)
     constant = None if rest is None else rest.constant()
     if constant is not None and not constant.is_registered:
         return
-    if (run := cast(KernelWithTensors, plan.kernel).repeated_with_table(operands, rest)) is not None:
+    run = kernel.repeated_over_rows(operands, rest) if key.has_rows else kernel.repeated_with_table(operands, rest)
+    if run is not None:
         _put(key, None, _Ready(ref(plan), run, (constant, None if bias is None else bias.constant())))
 
 
