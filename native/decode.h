@@ -197,15 +197,18 @@ struct Decode {
     // The first ones; none if there are none, or the schedule is bad.
     Whole whole_blocks(const Span &span) const {
         const int64_t until = span.first + SPAN, all = c.keys / BLOCK * BLOCK, end = until < all ? until : all;
+        Whole found;
+        found.first = found.end = span.first;
+        if (end <= span.first) return found;
         const bool with_bits = streams_bits(span);
         Walk walk(c.by_query, span.row, c.keys, span.first);
-        Whole found{span.first, span.first, {}};
         for (Block block; walk.next(end, block);) {
             const bool whole = is_whole(block, span.lanes, with_bits);
             if (found.first < found.end && (!whole || block.first != found.end)) return found;
             if (whole) found.add(block);
         }
-        return walk.bad ? Whole{span.first, span.first, {}} : found;
+        if (walk.bad) found.end = found.first;
+        return found;
     }
 
     // Whether all rows see all keys of a block; or, with bits, some row sees one of each 16 keys, of most sixteens. The
@@ -257,34 +260,39 @@ struct Decode {
         loops.make(keys, queries, lanes.count, scores);
         for (int64_t at = 0; at < keys.tokens(); at += BLOCK) {
             softmax.move_to(scores + at * lanes.count);
-            const Block block = whole.block_at(whole.first + at);
-            Bits128 bits;
-            lane_bits(block, lanes, bits);
-            weigh_all(block, bits, lanes, span.into, [&](int r) { loops.asks.ask(values, at, r, known > 0); });
+            const auto before = [&](int r) { loops.asks.ask(values, at, r, known > 0); };
             const auto add = [&] {
                 loops.add(values, at, softmax.weights, lanes.count, span.into.out,
                           value_rows + DecodeValues<K>::coded_at(c.v_dim));
             };
-            if (has_bits(block)) add_unless_wild(block, bits, span, add);
-            else add();
+            const Block block = whole.block_at(whole.first + at);
+            if (has_bits(block)) {
+                add_with_bits(block, span, before, add);
+            } else {
+                weigh_all(Whole::all_of(block.first), none(), lanes, span.into, before);
+                add();
+            }
         }
         softmax.move_to(scores);
     }
 
-    // Adds a block's weights times values, of which some are hidden from some rows. Hidden ones have weight 0, so that
-    // the sums are right unless there is one that is not finite: only then are they looked at.
-    template <typename Add>
-    void add_unless_wild(const Block &block, const Bits128 &bits, const Span &span, Add add) {
-        T *const out = span.into.out, *const before = scores + scored();
+    // Weights of a block of which some keys are hidden from some rows, and what they add. Hidden values have weight 0,
+    // so that the sums are right unless there is one that is not finite: only then are they looked at.
+    template <typename Before, typename Add>
+    __attribute__((noinline)) void add_with_bits(const Block &block, const Span &span, Before before, Add add) {
+        Bits128 bits;
+        lane_bits(block, span.lanes, bits);
+        weigh_all(block, bits, span.lanes, span.into, before);
+        T *const out = span.into.out, *const kept = scores + scored();
         const int64_t n = span.lanes.count * width;
-        memcpy(before, out, size_t(n) * sizeof(T));
+        memcpy(kept, out, size_t(n) * sizeof(T));
         add();
         V wild{};  // 0, or NaN
         for (int64_t i = 0; i < n; i += W) wild += load(out + i) - load(out + i);
         bool tame = true;
         for (int i = 0; i < W; ++i) tame &= wild[i] == 0;
         if (tame) return;
-        memcpy(out, before, size_t(n) * sizeof(T));
+        memcpy(out, kept, size_t(n) * sizeof(T));
         const Tokens<K> v = span.v.some(block.first, BLOCK, value_rows);
         char *const scratch = value_rows + DecodeValues<K>::coded_at(c.v_dim);
         DecodeWild<K>{block, bits, v, softmax, c.v_dim, width, span.lanes.count, out, scratch}.add(0, int(BLOCK));
@@ -294,6 +302,11 @@ struct Decode {
     int find_keys(const After &after, int count, const char **to) const {
         const Source<K> k(keys_of(c), c.k, after.lanes.batch, after.lanes.head / (c.heads / c.kv_heads), c.qk_dim);
         return Sixteens::found(k, after.block.first, count, to);
+    }
+
+    static const Bits128 &none() {
+        static constexpr Bits128 bits{};
+        return bits;
     }
 
     // Weights of a whole block. `before(r)` is called before those of row r.
@@ -309,7 +322,6 @@ struct Decode {
         const int tokens = keys.tokens();
         const int64_t key = c.qk_dim * int64_t(sizeof(S)), value = c.v_dim * int64_t(sizeof(S));
         const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
-        static const Bits128 none{};
         Todo todo;
         take_queries(lanes);
         key_lines.clear(), value_lines.clear();
@@ -322,7 +334,7 @@ struct Decode {
         value_lines.share(DecodeValues<K>::asks(tokens, c.v_dim, lanes.count));
         for (int64_t at = 0; at < tokens; at += BLOCK) {
             softmax.move_to(scores + at * made);
-            weigh_all(Whole::all_of(first + at), none, lanes, span.into, [](int) {});
+            weigh_all(Whole::all_of(first + at), none(), lanes, span.into, [](int) {});
             span.v.find(first + at, first + at + BLOCK, todo.values);
             DecodeValues<K>(c.v_dim, width, softmax.weights, value_rows)
                 .add(span.v, todo.values, first + at, 0, BLOCK, lanes.count, span.into.out, value_lines);
