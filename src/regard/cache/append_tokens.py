@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from regard.cache.batch_table import BatchTable
+from regard.cache.batch_table import batch_table
 from regard.cache.page_storage import PageStorage
 from regard.cache.pages import Page
 from regard.cache.sequence import Sequence
@@ -51,12 +51,7 @@ class _Change:
 
 
 def append_tokens(
-    storage: PageStorage,
-    batch: BatchTable,
-    sequences: list[Sequence],
-    k: Tensor,
-    v: Tensor,
-    ids: list[list[int]] | None,
+    storage: PageStorage, sequences: list[Sequence], k: Tensor, v: Tensor, ids: list[list[int]] | None
 ) -> tuple[StoredTensor, StoredTensor]:
     """Append new tokens, [rows, kv_heads, new, dim]; returns handles to the keys and values of all tokens.
 
@@ -64,6 +59,32 @@ def append_tokens(
 
     Raises:
         ProblemError: the pool is full, or an element cannot be written as a code.
+    """
+    undo: Undo | None = None
+    try:
+        with storage.exclusive:
+            batch = batch_table(storage, sequences)
+            change, encoded = _prepared(storage, sequences, k, v)
+            undo = Undo(storage, sequences)
+            plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
+            if copied:
+                storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
+            batch.change(sequences, plain_entries, coded_entries)
+            batch.write(sequences, k, v)
+            _count_tokens(sequences, k.shape[2], ids)
+            batch.refresh(sequences)
+            return batch.stored()
+    except BaseException:
+        if undo is not None:
+            undo.restore()
+        raise
+
+
+def _prepared(storage: PageStorage, sequences: list[Sequence], k: Tensor, v: Tensor) -> tuple[_Change, list[Tensor]]:
+    """What will change, and the new pages of codes; there is memory for it then.
+
+    Raises:
+        ProblemError: as in `append_tokens`.
     """
     change = _changes(storage, sequences, k.shape[2])
     copies = _count_copies(sequences, change)
@@ -74,19 +95,7 @@ def append_tokens(
     encoded = _encode(storage, sequences, change, k, v)
     # Plain pages that become codes are not overwritten by this append: a crop, or an undo, needs them again.
     storage.reserve(storage.plain.used + plain, storage.coded.used + revived + coded)
-    undo = Undo(storage, sequences)
-    try:
-        plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
-        if copied:
-            storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
-        batch.change(sequences, plain_entries, coded_entries)
-        batch.write(sequences, k, v)
-        _count_tokens(sequences, k.shape[2], ids)
-        batch.refresh(sequences)
-        return batch.stored()
-    except BaseException:
-        undo.restore()
-        raise
+    return change, encoded
 
 
 def _changes(storage: PageStorage, sequences: list[Sequence], new: int) -> _Change:

@@ -6,8 +6,10 @@ as its position in one list, parents first.
 """
 
 import math
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -31,6 +33,9 @@ class PageStorage:
     pages again; without a codec all its pages are plain. Plain pages and pages of codes are in two memories, and each
     grows on its own. `limit` applies to the pages in use of both together.
 
+    Sequences may be used in several threads, each sequence in one at a time: what reads or changes more than the pages
+    of its own sequences does so inside `exclusive`.
+
     Attributes:
         limit: pages that may be in use; None: no limit.
         page: tokens per page.
@@ -53,18 +58,26 @@ class PageStorage:
         self.tables: WeakSet[BlockTable] = WeakSet()
         self.plain_memory: PlainPageMemory
         self.coded_memory: CodedPageMemory | None = None
+        self._lock = threading.RLock()  # a sequence may be freed by the garbage collector while its thread has the lock
 
     def __getstate__(self) -> dict[str, Any]:
         """Pages, tree and block tables as indices."""
-        tables = list(self.tables)
-        state = {name: value for name, value in self.__dict__.items() if name not in ("plain", "coded", "root")}
-        return state | {"tables": tables, "indices": to_indices(self.plain, self.coded, self.root, tables)}
+        with self.exclusive:
+            tables, others = list(self.tables), ("plain", "coded", "root", "_lock")
+            state = {name: value for name, value in self.__dict__.items() if name not in others}
+            return state | {"tables": tables, "indices": to_indices(self.plain, self.coded, self.root, tables)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tables, indices = state.pop("tables"), state.pop("indices")
         self.__dict__.update(state)
         self.tables = WeakSet(tables)
         self.plain, self.coded, self.root = from_indices(indices, tables)
+        self._lock = threading.RLock()
+
+    @property
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Inside of it no other thread reads or changes the pages; nothing in a graph of `torch.compile`."""
+        return nullcontext() if torch.compiler.is_compiling() else self._lock
 
     @property
     def used(self) -> int:
@@ -142,6 +155,10 @@ class PageStorage:
 
     def shrink(self) -> None:
         """Free memory of which less than half is in use. Free pages there can no longer be found by their tokens."""
+        with self.exclusive:
+            self._shrink()
+
+    def _shrink(self) -> None:
         for pages, memory in ((self.plain, self.plain_memory), (self.coded, self.coded_memory)):
             count = max(with_spare(pages.used), -(-MIN_TOKENS // self.page))
             if memory is None or memory.pages < 2 * count:
@@ -167,9 +184,10 @@ class PageStorage:
         if self.form is None:
             return 0
         tokens_of: dict[Page, int] = {}
-        for table in tables:
-            for page, tokens in table.page_tokens():
-                tokens_of[page] = max(tokens_of.get(page, 0), tokens)
+        with self.exclusive:
+            for table in tables:
+                for page, tokens in table.page_tokens():
+                    tokens_of[page] = max(tokens_of.get(page, 0), tokens)
         plain_bytes, coded_bytes = self.page_bytes(1, 0), self.page_bytes(0, 1)
         return sum(
             tokens * (plain_bytes if page.allocator is self.plain else coded_bytes) // self.page

@@ -25,7 +25,7 @@ from regard.storage.stored import Paged, Part, StoredTensor
 
 
 class PagedStore:
-    """Rows of a batch as sequences of a pool. Returned handles are valid until the pool is written to again.
+    """Rows of a batch as sequences of a pool. Returned handles are valid until the cache is written to again.
 
     A crop or an eviction changes the sequences themselves, which the store that it replaces has as well. Where Ctrl-C
     comes before the replacement, that store sees by their number of tokens that they are not its own any more.
@@ -85,7 +85,8 @@ class PagedStore:
         self.form = self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:
-        keep_tokens(self.pool.storage, self.sequences, index)
+        with self.pool.storage.exclusive:
+            keep_tokens(self.pool.storage, self.sequences, index)
         self.tokens = index.shape[2]
 
     def shrink(self) -> None:
@@ -94,7 +95,9 @@ class PagedStore:
             self.pool.storage.shrink()
 
     def keys(self) -> Tensor:
-        return batch_table(self.pool.storage, self.sequences).stored()[0].dense()
+        with self.pool.storage.exclusive:
+            stored = batch_table(self.pool.storage, self.sequences).stored()
+        return stored[0].dense()
 
     @property
     def is_coded(self) -> bool:
@@ -108,6 +111,10 @@ class PagedStore:
             ProblemError: fewer tokens than the plain pages at the front are stored; some were cropped or evicted; the
                 pool has too few free pages.
         """
+        with self.pool.storage.exclusive:
+            return self._coded_steps(capacity)
+
+    def _coded_steps(self, capacity: int) -> CodedSteps:
         storage, seen = self.pool.storage, self.tokens_seen
         page, front = storage.page, storage.sink_pages * storage.page
         coded, s = storage.coded_page_end(seen) - storage.sink_pages, self.sequences[0]

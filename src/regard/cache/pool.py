@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.cache.append_tokens import append_tokens
-from regard.cache.batch_table import BatchTable, batch_table
+from regard.cache.batch_table import batch_table
 from regard.cache.check import check_codec, check_inference, check_page, form_of, name_of
 from regard.cache.page_storage import PageStorage
 from regard.cache.sequence import Sequence
@@ -29,6 +29,8 @@ from regard.storage.stored import StoredTensor
 
 class PagePool:
     """Pages for the keys and values of one layer, and the sequences that use them.
+
+    Several threads may use the sequences, each sequence in one thread at a time.
 
     >>> import torch
     >>> from regard import Causal, attend
@@ -108,8 +110,10 @@ class PagePool:
         >>> pool.sequence(ids[:40] + [7, 7]).tokens
         32
         """
-        sequence = Sequence(self.storage, None if tokens is None else _prompt_ids(tokens))
-        sequence.adopt_known_pages()
+        ids = None if tokens is None else _prompt_ids(tokens)
+        with self.storage.exclusive:
+            sequence = Sequence(self.storage, ids)
+            sequence.adopt_known_pages()
         return sequence
 
     def append(
@@ -129,7 +133,8 @@ class PagePool:
                 for tokens that were not in the prompt, and only if the ids of all earlier tokens are known.
 
         Returns:
-            Handles to the keys and values of all tokens of these sequences; valid until the pool is written to again.
+            Handles to the keys and values of all tokens of these sequences; valid until one of these is appended to,
+            cropped or freed.
 
         Raises:
             ProblemError: the arguments do not fit, or the pool is full. Nothing was changed then.
@@ -148,13 +153,12 @@ class PagePool:
         self, sequences: list[Sequence], k: Tensor, v: Tensor, ids: list[list[int]] | None = None
     ) -> tuple[StoredTensor, StoredTensor]:
         """`append` without checks, of keys and values that are rotated already where the codec rotates."""
-        storage, new = self.storage, k.shape[2]
-        if storage.form is None:
-            storage.set_form(form_of(k, v))
-        batch = batch_table(storage, sequences)
-        if ids is not None or new > batch.slack:
-            return append_tokens(storage, batch, sequences, k, v, ids)
-        return _extend(batch, sequences, k, v) if new else batch.stored()
+        storage = self.storage
+        with storage.exclusive:
+            if storage.form is None:
+                storage.set_form(form_of(k, v))
+        stored = _extend(storage, sequences, k, v) if ids is None else None
+        return append_tokens(storage, sequences, k, v, ids) if stored is None else stored
 
     def select(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
         """`sequences[row]` for each row of `rows`: a repeated sequence is forked, a sequence not in `rows` is freed."""
@@ -166,14 +170,15 @@ class PagePool:
 
     def chosen(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
         """`select` without freeing the sequences that are not in `rows`."""
-        batch = None if self.storage.form is None else batch_table(self.storage, sequences)
         seen: set[int] = set()
         chosen: list[Sequence] = []
-        for row in rows:
-            chosen.append(sequences[row].fork() if row in seen else sequences[row])
-            seen.add(row)
-        if batch is not None:
-            batch.select(self.storage.index_tensor(rows), chosen)
+        with self.storage.exclusive:
+            batch = None if self.storage.form is None else batch_table(self.storage, sequences)
+            for row in rows:
+                chosen.append(sequences[row].fork() if row in seen else sequences[row])
+                seen.add(row)
+            if batch is not None:
+                batch.select(self.storage.index_tensor(rows), chosen)
         return chosen
 
     def __repr__(self) -> str:
@@ -207,14 +212,21 @@ class PagePool:
         check_inference(k, v, "pool")
 
 
-def _extend(batch: BatchTable, sequences: list[Sequence], k: Tensor, v: Tensor) -> tuple[StoredTensor, StoredTensor]:
-    """`append_tokens` where no page changes; after an error nothing was changed either."""
+def _extend(
+    storage: PageStorage, sequences: list[Sequence], k: Tensor, v: Tensor
+) -> tuple[StoredTensor, StoredTensor] | None:
+    """`append_tokens` where no page changes, else None; after an error nothing was changed either."""
     before = [sequence.tokens for sequence in sequences]
     try:
-        batch.extend(k, v)
-        for sequence in sequences:
-            sequence.tokens += k.shape[2]
-        return batch.stored()
+        with storage.exclusive:
+            batch = batch_table(storage, sequences)
+            if k.shape[2] > batch.slack:
+                return None
+            if k.shape[2]:
+                batch.extend(k, v)
+                for sequence in sequences:
+                    sequence.tokens += k.shape[2]
+            return batch.stored()
     except BaseException:
         for sequence, tokens in zip(sequences, before, strict=True):
             sequence.tokens, sequence.batch = tokens, None

@@ -55,17 +55,18 @@ class Sequence(BlockTable):
             ProblemError: the sequence was freed.
         """
         self.check_usable()
-        other = Sequence(self.storage, self.ids.copy())
-        other.tokens, other.indexed, other.node = self.tokens, self.indexed, self.node
-        other.is_exact, other.segments = self.is_exact, self.segments
-        self.batch = None  # a page that both have is copied before one of them writes to it
-        try:
-            other.plain, other.coded = self.plain.copy(), self.coded.copy()
-            for page in (*other.plain, *other.coded):  # each has a reference, so none is free
-                page.references += 1
-        except BaseException:  # Ctrl-C: `other` would release pages that it has not retained
-            self.storage.count_references()
-            raise
+        with self.storage.exclusive:
+            other = Sequence(self.storage, self.ids.copy())
+            other.tokens, other.indexed, other.node = self.tokens, self.indexed, self.node
+            other.is_exact, other.segments = self.is_exact, self.segments
+            self.batch = None  # a page that both have is copied before one of them writes to it
+            try:
+                other.plain, other.coded = self.plain.copy(), self.coded.copy()
+                for page in (*other.plain, *other.coded):  # each has a reference, so none is free
+                    page.references += 1
+            except BaseException:  # Ctrl-C: `other` would release pages that it has not retained
+                self.storage.count_references()
+                raise
         return other
 
     def __copy__(self) -> "Sequence":
@@ -75,16 +76,17 @@ class Sequence(BlockTable):
         """Release its pages; a second call does nothing. Pages with known tokens can be found until they are reused."""
         if self.is_freed:
             return
-        try:
-            self.is_freed, self.batch = True, None
-            self.storage.tables.discard(self)
-            self.release_from(0)
-            self.tokens = 0
-        except BaseException:  # Ctrl-C: a second call would release nothing
-            self.is_freed, self.batch, self.tokens, self.plain, self.coded = True, None, 0, [], []
-            self.storage.tables.discard(self)
-            self.storage.count_references()
-            raise
+        with self.storage.exclusive:
+            try:
+                self.is_freed, self.batch = True, None
+                self.storage.tables.discard(self)
+                self.release_from(0)
+                self.tokens = 0
+            except BaseException:  # Ctrl-C: a second call would release nothing
+                self.is_freed, self.batch, self.tokens, self.plain, self.coded = True, None, 0, [], []
+                self.storage.tables.discard(self)
+                self.storage.count_references()
+                raise
 
     def __del__(self) -> None:
         if hasattr(self, "is_freed"):
@@ -178,6 +180,12 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         for s in sequences:
             del s.ids[tokens:]
         return
+    with sequences[0].storage.exclusive:
+        _crop_shorter(sequences, tokens)
+
+
+def _crop_shorter(sequences: list[Sequence], tokens: int) -> None:
+    """`crop_sequences` of sequences of which one has more tokens."""
     crop = _affordable(sequences, tokens) if sequences[0].segments is None else None
     try:
         if crop is not None:

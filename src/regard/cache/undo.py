@@ -42,6 +42,7 @@ class Undo:
 
     def restore(self) -> None:
         """Give the sequences their pages and tokens back, and free the pages that they were given since."""
-        for row in self._rows:
-            row.restore()
-        self._storage.count_references()
+        with self._storage.exclusive:
+            for row in self._rows:
+                row.restore()
+            self._storage.count_references()

@@ -1,0 +1,118 @@
+"""A pool whose sequences are used in several threads, each sequence in one of them."""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.cache import KVCache
+from regard.cache.page_storage import PageStorage
+from regard.cache.pool import PagePool
+from regard.cache.sequence import Sequence
+from regard.storage.codec import Int8
+from regard.storage.stored import Paged
+from tests.stored import dense
+
+
+@pytest.fixture
+def _hurried() -> Iterator[None]:
+    """Threads take turns after each few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def tokens_of(count: int, seed: int, rows: int = 1) -> Tensor:
+    return torch.randn(rows, 2, count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_pages_that_one_thread_made_room_for_are_not_taken_by_another(monkeypatch: pytest.MonkeyPatch):
+    """The other thread appends between the moment when memory is there and that when its pages are taken."""
+    pool, has_appended = PagePool(page=64), Event()
+    first, second = pool.sequence(), pool.sequence()
+    k, reserve = tokens_of(5, 0), PageStorage.reserve
+
+    def append_second() -> None:
+        pool.append([second], 2 * k, k)
+        has_appended.set()
+
+    other = Thread(target=append_second)
+
+    def slow(storage: PageStorage, plain: int, coded: int) -> None:
+        reserve(storage, plain, coded)
+        if not other.ident:  # once
+            other.start()
+            has_appended.wait(0.1)
+
+    monkeypatch.setattr(PageStorage, "reserve", slow)
+    stored = pool.append([first], k, k)[0]
+    other.join()
+    assert torch.equal(stored.dense(), k)
+    assert torch.equal(pool.append([second], k[:, :, :0], k[:, :, :0])[0].dense(), 2 * k)
+
+
+@pytest.mark.usefixtures("_hurried")
+@pytest.mark.parametrize("codec", [None, Int8(residual=16)], ids=str)
+def test_sequences_of_several_threads_have_their_own_tokens(codec: Int8 | None):
+    """Prompts that begin alike, forks, crops and steps: each thread finds what it finds alone."""
+    pool = PagePool(page=16, codec=codec)
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(lambda seed: served(pool, seed), range(3)))
+    for seed, found in enumerate(together):
+        alone = served(PagePool(page=16, codec=codec), seed)
+        assert all(map(torch.equal, found, alone))
+    assert (pool.storage.used, pool.bytes) == (0, 0)
+
+
+def served(pool: PagePool, seed: int) -> list[Tensor]:
+    """What a pool returns while it serves some prompts, which all begin with the same token ids."""
+    found: list[Tensor] = []
+    for request in range(8):
+        count = 20 + 13 * seed + request
+        k = torch.cat([tokens_of(16, 99), tokens_of(count, seed)], 2)
+        first = pool.sequence([*range(16), *(1000 * seed + i + request for i in range(count))])
+        rest = k[:, :, first.tokens :]
+        found += [t.dense() for t in pool.append([first], rest, rest + 1)]
+        second = first.fork()
+        steps = tokens_of(5, request, 2)
+        found += step(pool, [first, second], steps)
+        second.crop(18 + count)
+        found += step(pool, [second], steps[:1])
+        first.free()
+        second.free()
+    return found
+
+
+def step(pool: PagePool, rows: list[Sequence], new: Tensor) -> list[Tensor]:
+    """What is stored after each of some tokens."""
+    handles = [pool.append(rows, k, k + 1) for k in new.split(1, 2)][-1]
+    return [t.dense() for t in handles]
+
+
+@pytest.mark.usefixtures("_hurried")
+def test_caches_of_several_threads_share_a_pool():
+    pool = PagePool(page=4)
+
+    def serve(seed: int) -> bool:
+        cache, k = KVCache(Paged(4, pool)), tokens_of(150, seed)
+        stored = [cache.append(part, part)[0] for part in k.split([30, *[1] * 120], 2)]
+        return torch.equal(dense(stored[-1]), k)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(serve, range(6)))
+
+
+def test_a_pool_can_be_pickled_and_used_in_threads_again():
+    pool = PagePool(page=4)
+    row, k = pool.sequence(), tokens_of(9, 0)
+    pool.append([row], k, k)
+    copied_pool, copied = pickle.loads(pickle.dumps((pool, row)))
+    with ThreadPoolExecutor(1) as threads:
+        stored = threads.submit(copied_pool.append, [copied], k, k).result()[0]
+    assert torch.equal(stored.dense(), torch.cat([k, k], 2))
