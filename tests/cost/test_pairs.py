@@ -85,8 +85,12 @@ def test_a_cache_stores_no_more_than_the_next_query_may_see(pattern, context):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"window": 0}, {"sinks": 4}, {"window": 4, "chunk": 4}, {"prefix": 3, "causal": False}, {"step": 0}]
-)
+    "fields",
+    [
+        {"window": 0}, {"window": 4.5}, {"window": 4, "sinks": "1"}, {"sinks": 4}, {"window": 4, "chunk": 4},
+        {"prefix": 3, "causal": False}, {"step": 0},
+    ],
+)  # fmt: skip
 def test_patterns_that_contradict_themselves_are_refused(fields):
     with pytest.raises(ProblemError, match=r"expected|without a window"):
         Pattern(**fields)

@@ -12,6 +12,7 @@ True
 from dataclasses import dataclass
 
 from regard.errors import ProblemError
+from regard.integers import is_integer
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Pattern:
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("sinks", 0), ("prefix", 0), ("chunk", 1), ("step", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ProblemError(f"Pattern({name}={value}): expected {least} or more.")
+            if value is not None and not is_integer(value, least):
+                raise ProblemError(f"Pattern({name}={value!r}): expected a whole number, {least} or more.")
         if self.sinks and self.window is None:
             raise ProblemError(f"Pattern(sinks={self.sinks}) without a window: sinks are first tokens beyond a window.")
         kinds = {"window": self.window, "prefix": self.prefix, "chunk": self.chunk, "step": self.step > 1}

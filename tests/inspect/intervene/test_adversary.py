@@ -66,7 +66,7 @@ def test_the_caveat_comes_with_the_result():
     assert "Wiegreffe & Pinter" in message
 
 
-@pytest.mark.parametrize("given", [{"epsilon": 0.0}, {"steps": 0}, {"starts": 0}])
+@pytest.mark.parametrize("given", [{"epsilon": 0.0}, {"epsilon": "x"}, {"steps": 0}, {"steps": 2.5}, {"starts": 0}])
 def test_what_makes_no_search_is_refused(given):
     with pytest.raises(ProblemError, match="expected 0 < epsilon"):
         adversary(None, lambda: torch.ones(1, 2), [(0, 0)], **given)

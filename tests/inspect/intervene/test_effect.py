@@ -41,7 +41,7 @@ def test_the_same_seed_gives_the_same_interval():
     assert bootstrap(values) == bootstrap(values) != bootstrap(values, seed=1)
 
 
-@pytest.mark.parametrize("asked", [{"level": 1}, {"level": 0}, {"draws": 0}])
+@pytest.mark.parametrize("asked", [{"level": 1}, {"level": 0}, {"level": "95 %"}, {"draws": 0}, {"draws": 2.5}])
 def test_an_interval_needs_a_level_and_draws(asked):
     with pytest.raises(ProblemError, match="expected a level between 0 and 1, and 1 draw or more"):
         Effect((), torch.zeros(3), torch.ones(3)).interval(**asked)

@@ -50,9 +50,10 @@ def test_the_median_is_over_shuffles():
     assert "not importance" in str(found)
 
 
-def test_draws_there_must_be():
-    with pytest.raises(ProblemError, match="draws is 0"):
-        permuted(None, lambda: torch.ones(1, 2), [(0, 0)], draws=0)
+@pytest.mark.parametrize("draws", [0, 2.5])
+def test_draws_there_must_be(draws):
+    with pytest.raises(ProblemError, match=f"draws is {draws}: expected the number of shuffles, 1 or more"):
+        permuted(None, lambda: torch.ones(1, 2), [(0, 0)], draws=draws)
 
 
 def test_hidden_values_that_are_nan_move_nothing():

@@ -1,5 +1,6 @@
 """Pruning curves: each point is an ablation, and the band is that of random orders of the same heads."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,13 @@ def test_every_point_is_an_ablation_of_the_first_heads():
         with torch.no_grad(), ablated(model, ORDER[:count]):
             assert torch.equal(curve.held_out[point], loss_of(held_out).double())
             assert torch.equal(curve.made_on[point], loss_of(other).double())
+
+
+@pytest.mark.parametrize("at", [np.array([0, 0.5, 1]), torch.tensor([0, 0.5, 1]), np.linspace(0, 1, 3).tolist()])
+def test_shares_are_whatever_lists_them(at):
+    model = decoder()
+    curve = prune_curve(model, [texts()], next_token_loss(model), ORDER, at=at, draws=1)
+    assert curve.counts == (0, 2, 4)
 
 
 def test_all_orders_meet_at_both_ends():
@@ -66,7 +74,11 @@ def test_the_curve_as_text_shows_the_band_and_the_caveat():
         ({"order": [(0, 9)]}, "layer 0 has 4"),
         ({"at": (0.5, 1.5)}, "shares from 0 to 1"),
         ({"at": ()}, "shares from 0 to 1"),
-        ({"draws": 0}, "at least 1 random order"),
+        ({"at": 0.5}, r"at is 0.5: expected a list of shares from 0 to 1, such as \[0, 0.5, 1\]"),
+        ({"at": "half"}, "at is 'half': expected a list of shares"),
+        ({"at": (0.5, float("nan"))}, "shares from 0 to 1"),
+        ({"draws": 0}, "draws is 0: expected the number of random orders"),
+        ({"draws": 2.5}, "draws is 2.5: expected the number of random orders"),
     ],
 )
 def test_what_makes_no_curve_is_refused(changed, message):

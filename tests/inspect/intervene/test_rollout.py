@@ -98,6 +98,11 @@ def test_recorded_calls_are_no_weights():
     assert rollout([call.weights for call in calls], [-1]).values.shape == (2, 1, 11)
 
 
+def test_the_weights_of_one_layer_are_no_list():
+    with pytest.raises(ProblemError, match="weights are those of one layer: pass a list"):
+        rollout(kept(Stack(), stack_input())[0], [-1])
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

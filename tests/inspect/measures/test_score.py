@@ -91,13 +91,13 @@ def test_scores_of_a_shape_are_drawn_alike():
     assert not torch.equal(of(x).draws(50, seed=1), of(x).draws(50))
 
 
-@pytest.mark.parametrize("level", [0, 1, 95])
+@pytest.mark.parametrize("level", [0, 1, 95, "95 %"])
 def test_a_level_is_a_share(level):
     with pytest.raises(ProblemError, match=f"level is {level}: expected .* between 0 and 1"):
         of(torch.rand(1, 1, 9)).interval(level)
 
 
-@pytest.mark.parametrize("draws", [0, -3])
+@pytest.mark.parametrize("draws", [0, -3, 2.5])
 def test_an_interval_takes_a_draw_at_least(draws):
     score = of(torch.rand(1, 1, 9))
     for draw in (lambda: score.interval(draws=draws), lambda: score.draws(draws)):

@@ -13,6 +13,7 @@ not explanation*, arXiv:1908.04626, discuss what this shows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from regard.inspect.intervene.rows import (
     prediction_shift,
 )
 from regard.inspect.names import HeadName, Heads, group_text
+from regard.integers import is_integer
 
 PENALTY, STEP = 500.0, 0.01
 LEAST = 1e-4
@@ -104,7 +106,8 @@ def adversary(
     >>> bool(found.distance <= 0.05), "not importance" in str(found)
     (True, True)
     """
-    if not 0 < epsilon <= 1 or steps < 1 or starts < 1:
+    is_distance = isinstance(epsilon, Real) and 0 < float(epsilon) <= 1
+    if not is_distance or not is_integer(steps, least=1) or not is_integer(starts, least=1):
         raise ProblemError(
             f"epsilon={epsilon}, steps={steps}, starts={starts}: expected 0 < epsilon <= 1 and counts of 1 or more."
         )

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.score import student_quantile
+from regard.inspect.measures.score import is_level, student_quantile
 from regard.inspect.names import HeadName
+from regard.integers import is_integer
 
 LossOf = Callable[[Any], Tensor]
 """batch -> the loss of each of its examples, [examples]; in nats for a cross-entropy."""
@@ -168,7 +169,7 @@ def bootstrap(values: Tensor, level: float = 0.95, draws: int = 1000, seed: int 
     Raises:
         ProblemError: a level that is not between 0 and 1, or no draws.
     """
-    if not 0 < level < 1 or draws < 1:
+    if not is_level(level) or not is_integer(draws, least=1):
         raise ProblemError(f"level is {level} and draws {draws}: expected a level between 0 and 1, and 1 draw or more.")
     if len(values) < 2:
         return Interval(float("nan"), float("nan"))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.rows import CAVEAT, OwnRows, Predict, observe_rows, prediction_shift
 from regard.inspect.names import HeadName, Heads, group_text
+from regard.inspect.weights.index import count_of
 
 
 @brief
@@ -68,8 +68,7 @@ def permuted(
     >>> permuted(model, lambda: model(ids)[:, -1], [(0, 1), (1, 0)], draws=7).median.shape
     torch.Size([1])
     """
-    if draws < 1:
-        raise ProblemError(f"draws is {draws}: expected at least 1.")
+    draws = count_of("draws", draws, "the number of shuffles")
     subject, random = observe_rows(model, predict, heads, rows), torch.Generator().manual_seed(seed)
     distances: list[Tensor] = []
     for _ in range(draws):

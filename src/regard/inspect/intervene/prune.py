@@ -18,6 +18,7 @@ from regard.inspect.intervene.ablate import baseline_losses, losses_without
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 from regard.inspect.intervene.replacement import ByBatch, check_replacement
 from regard.inspect.names import HeadName, Heads, read_heads
+from regard.inspect.weights.index import count_of
 
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
@@ -116,11 +117,8 @@ def prune_curve(
     ((0, 2, 4), torch.Size([3]), torch.Size([3, 3, 8]))
     """
     order = _checked_order(order)
-    if not at or not all(0 <= share <= 1 for share in at):
-        raise ProblemError(f"at is {tuple(at)}: expected shares from 0 to 1.")
-    if draws < 1:
-        raise ProblemError(f"draws is {draws}: expected at least 1 random order to compare with.")
-    counts, by = tuple(round(share * len(order)) for share in at), check_replacement(by)
+    draws = count_of("draws", draws, "the number of random orders to compare with")
+    counts, by = tuple(round(share * len(order)) for share in _checked_shares(at)), check_replacement(by)
     texts = all_of(held_out), None if made_on is None else all_of(made_on)
     known = {(0, frozenset[HeadName]()): baseline_losses(model, texts[0], loss_of, order)[0]}
 
@@ -141,6 +139,17 @@ def prune_curve(
     shuffled = [[order[i] for i in torch.randperm(len(order), generator=random).tolist()] for _ in range(draws)]
     own = None if texts[1] is None else curve(1, order)
     return PruneCurve(order, counts, curve(0, order), own, torch.stack([curve(0, one) for one in shuffled]))
+
+
+def _checked_shares(at: object) -> list[float]:
+    """The shares of a list, a tuple, an array or a tensor, as Python's numbers."""
+    try:
+        shares = torch.as_tensor(at, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        shares = torch.empty(0)
+    if shares.ndim != 1 or not len(shares) or not bool(((shares >= 0) & (shares <= 1)).all()):
+        raise ProblemError(f"at is {at!r}: expected a list of shares from 0 to 1, such as [0, 0.5, 1].")
+    return shares.tolist()
 
 
 def _checked_order(order: Heads) -> tuple[HeadName, ...]:

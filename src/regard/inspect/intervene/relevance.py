@@ -91,6 +91,8 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
         ProblemError: no layers, layers that are not self-attention over the same tokens, or rows that do not exist.
     """
     rows = listed("row", rows)
+    if isinstance(weights, Weights):
+        raise ProblemError("weights are those of one layer: pass a list, from the first layer to the last.")
     if not weights:
         raise ProblemError("there are no layers: pass the weights of each, from the first to the last.")
     for layer, one in enumerate(cast("Sequence[object]", weights)):

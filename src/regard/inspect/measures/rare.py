@@ -8,6 +8,7 @@ from regard.inspect.measures.means import Tokens, mean_over_rows, per_key, selec
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
+from regard.inspect.weights.index import count_of
 from regard.inspect.weights.lazy import Weights
 
 
@@ -85,8 +86,7 @@ def rarest_hits(inputs: Inputs, among: int = 1) -> HeadScores:
     """
     weights = inputs.weights
     rare = per_key(weights, required(inputs.rarity, "rarity"), "rarity")
-    if among < 1:
-        raise ProblemError(f"among is {among}: expected the number of rarest tokens that count, 1 or more.")
+    among = count_of("among", among, "the number of rarest tokens that count")
     least, share = _rarest(uniform(weights), rare, among)
     swept = inputs.swept
     at_top = rare[:, None].expand(*swept.top_key.shape[:2], -1).gather(-1, swept.top_key)

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import rows_at_once, whole_rows
 from regard.inspect.measures.means import Tokens, check_positions, token_ids
 from regard.inspect.measures.received import check_received
 from regard.inspect.measures.score import HeadScores
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
 
@@ -48,6 +50,8 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     """
     calls = list(calls) if isinstance(calls, Iterable) else [calls]
     tokens, needle = token_ids(tokens), torch.as_tensor(needle)
+    if index_of(since) is None:
+        raise ProblemError(f"since is {received(since)}: expected the position of the first token that was generated.")
     _check(calls, tokens, needle)
     batch, heads = calls[0].shape[:2]
     device, dtype = calls[0].q.device, calls[0].dtype

@@ -16,6 +16,7 @@ Rows of one text depend on each other, so rows are never resampled one by one.
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
+from regard.inspect.weights.index import count_of
 
 BLOCKS = 32
 """Blocks that the rows of a sequence are cut into: enough to draw from, and long, to hold what hangs together."""
@@ -119,8 +121,7 @@ class HeadScores:
         Raises:
             ProblemError: no draws.
         """
-        if draws < 1:
-            raise ProblemError(f"draws is {draws}: expected the number of draws, 1 or more (1,000 by default).")
+        draws = count_of("draws", draws, "the number of draws")
         over = self.over
         if over == "sequences":
             return self._around_the_mean(draws, seed)
@@ -143,7 +144,7 @@ class HeadScores:
         Raises:
             ProblemError: a level that is not between 0 and 1, or no draws.
         """
-        if not 0 < level < 1:
+        if not is_level(level):
             raise ProblemError(f"level is {level}: expected the share of draws in the interval, between 0 and 1.")
         if self.over == "sequences":
             return self._student(level)
@@ -173,6 +174,11 @@ class HeadScores:
         count, mean = there.sum(0), values.nanmean(0)
         squares = (values - mean).square().where(there, 0.0).sum(0)
         return mean, (squares / (count * (count - 1))).sqrt().where(count > 1, math.nan), count
+
+
+def is_level(level: object) -> bool:
+    """Whether it is the level of an interval, a number between 0 and 1."""
+    return isinstance(level, Real) and 0 < float(level) < 1
 
 
 def _blocks(values: Tensor) -> Tensor:

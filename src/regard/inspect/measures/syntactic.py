@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.blocks import rows_at_once, whole_rows
@@ -72,8 +73,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     (tensor([[0.5000]]), 1.0, 2)
     """
     check_positions(weights, "syntactic")
-    pairs = torch.as_tensor(pairs, device=weights.q.device)
-    _check(weights, pairs)
+    pairs = _checked(weights, pairs)
     batch, heads, _, _ = weights.shape
     shape = batch, heads, len(pairs)
     mass, hit, even = (torch.zeros(shape, dtype=weights.dtype, device=weights.q.device) for _ in range(3))
@@ -92,6 +92,19 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     most = int(counts.argmax())
     accuracy, mean = HeadScores.of_rows(hit, even, counted), HeadScores.of_rows(mass, even, counted)
     return Syntactic(accuracy, mean, int(counts[most]) / len(pairs), int(offsets[most]))
+
+
+def _checked(weights: Weights, given: Tensor | Sequence[tuple[int, int, int]]) -> Tensor:
+    """The pairs as a tensor, on the device of the call."""
+    try:
+        pairs = torch.as_tensor(given, device=weights.q.device)
+    except (TypeError, ValueError, RuntimeError) as unlike:
+        raise ProblemError(
+            f"pairs is {received(given)} ({unlike}): expected the sequence, the query and the key of each pair, int64 "
+            "[pairs, 3]."
+        ) from None
+    _check(weights, pairs)
+    return pairs
 
 
 def _check(weights: Weights, pairs: Tensor) -> None:

@@ -29,6 +29,24 @@ def index_of(value: object) -> int | None:
         return None
 
 
+def count_of(name: str, value: object, what: str) -> int:
+    """A count as a Python int.
+
+    Args:
+        name, what: of the count, for the message.
+
+    Raises:
+        ProblemError: it is no integer, or below 1.
+
+    >>> count_of("draws", 7, "the number of draws")
+    7
+    """
+    count = index_of(value)
+    if count is None or count < 1:
+        raise ProblemError(f"{name} is {received(value)}: expected {what}, 1 or more.")
+    return count
+
+
 def index_pairs(
     rows: Indices, keys: Indices, shape: tuple[int, int, int, int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
