@@ -14,7 +14,7 @@ others store codes or floats of another type. With a page size, the last page of
 with a window or chunks are in no pages, as `Rolling` is the layout of a window. A pass reads tokens, and no free places
 of a page. `Paged` encodes whole pages, so scales of keys are shared by gcd(page, group) tokens. Of codes in a window it
 is an estimate: in `Rolling` a few groups more, or fewer, stay plain. Keys and values of cross-attention are always
-plain and in no pages, as in `regard.integrate.cache.PairedCache`.
+plain and in no pages, as in `regard.integrate.cache_paired.PairedCache`.
 """
 
 import math

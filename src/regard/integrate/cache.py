@@ -28,20 +28,21 @@ from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     DynamicCache,
-    EncoderDecoderCache,
     StaticLayer,
 )
 
 from regard.cache.kv_cache import KVCache
-from regard.errors import ProblemError, RefusalError
+from regard.errors import ProblemError
+from regard.integrate.cache_crop import CroppableCache
 from regard.integrate.cache_evicting import EvictingLayer
 from regard.integrate.cache_explain import bytes_of, explanation
 from regard.integrate.cache_file import ids_of, write_cache
 from regard.integrate.cache_fixed import FixedLayer, FixedWindowLayer, check_form
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import CrossLayer, StoredLayer, WindowLayer, of_one_type
-from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
-from regard.integrate.decoder import CROSS, Decoder, classes_of, decoder_of, layers_of, write_states
+from regard.integrate.cache_options import SLIDING, CacheOptions, options_for
+from regard.integrate.cache_paired import PairedCache
+from regard.integrate.decoder import CROSS, Decoder, decoder_of, layers_of
 from regard.integrate.heap import trim_heap
 from regard.integrate.latent import pass_latents
 from regard.storage.codec import Codec
@@ -112,7 +113,7 @@ def regard_cache(
     return PairedCache(cache, DynamicCache()) if decoder.is_paired else cache
 
 
-class RegardCache(DynamicCache):
+class RegardCache(CroppableCache):
     """A transformers cache whose layers are regard's; made by `regard_cache`.
 
     Copies and pickles continue with the same bits. A pickle contains the model's config, and with it whether regard
@@ -269,34 +270,6 @@ class RegardCache(DynamicCache):
                 new.activate_past_recording()
         self.ids = None
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens in all layers; their count is a negative number.
-
-        Layers that a failed call did not reach have none of its tokens; only the other layers are cropped.
-
-        Raises:
-            ProblemError: a layer no longer keeps the tokens that the next one would look back on, or its state, as of
-                linear attention, does not go back; no layer is changed.
-        """
-        for i, removed in self._check_crop(tokens_to_remove).items():
-            layer = cast(Any, self.layers[i])
-            layer.crop(removed)
-            layer.is_reached = False
-
-    def activate_past_recording(self) -> None:
-        """Prepare for drafts that may be rejected, as assisted decoding does.
-
-        Raises:
-            RefusalError: layers that evict, or windows of a fixed size, which drafts overwrite.
-        """
-        fixed = [i for i, layer in enumerate(self.layers) if isinstance(layer, StaticLayer) and not layer.is_croppable]
-        if fixed:
-            raise RefusalError(
-                f"{self!r} cannot serve assisted or prompt-lookup decoding: its layers {ranges(fixed)} keep a window "
-                "in memory of a fixed size, where drafts overwrite tokens that are still needed. Use Contiguous()."
-            )
-        super().activate_past_recording()
-
     def explain(self) -> str:
         """Which layers keep what, how attention reads it, and how many bytes it takes.
 
@@ -309,105 +282,6 @@ class RegardCache(DynamicCache):
         return f"RegardCache({self.decoder.name}, {self.options}: {len(self.layers)} layers, {self.bytes:,} bytes)"
 
     __str__ = __repr__
-
-    def _attending(self) -> dict[int, Any]:
-        """The layers of regard's that count their tokens."""
-        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, StoredLayer | FixedLayer)}
-
-    def _lengths(self) -> dict[int, int]:
-        """The tokens of each of these layers; the host waits for a GPU once, not for each layer."""
-        lengths = {i: layer.get_seq_length() for i, layer in self._attending().items()}
-        waiting = [i for i, n in lengths.items() if isinstance(n, Tensor)]
-        if waiting:
-            device = lengths[waiting[0]].device
-            read = torch.stack([lengths[i].to(device) for i in waiting]).flatten().tolist()
-            lengths |= dict(zip(waiting, read, strict=True))
-        return lengths
-
-    def _stateful_layers(self) -> dict[int, Any]:
-        """The layers that keep a state of all tokens, as of linear attention."""
-        return {i: layer for i, layer in enumerate(self.layers) if hasattr(layer, "update_conv_state")}
-
-    def _hybrid_layers(self) -> dict[int, Any]:
-        """The layers with a state and those of attention: a state does not tell how many tokens it contains.
-
-        Each knows whether the current pass has reached it. There are none where the model keeps its states itself.
-        """
-        stateful = self._stateful_layers()
-        if not stateful:
-            return {}
-        are_here = any(x.is_reached for x in stateful.values()) or write_states(classes_of(self.decoder.config))
-        return dict(sorted((stateful | self._attending()).items())) if are_here else {}
-
-    def _check_crop(self, tokens_to_remove: int) -> dict[int, int]:
-        """How many tokens `crop` removes of each layer, as negative numbers; empty: it changes nothing.
-
-        Raises:
-            ProblemError: see `crop`.
-        """
-        attending, lengths = self._attending(), self._lengths()
-        most, least = max(lengths.values(), default=0), min(lengths.values(), default=0)
-        counts = dict.fromkeys(range(len(self.layers)), most) | lengths
-        counts |= {i: most if layer.is_reached else least for i, layer in self._stateful_layers().items()}
-        left = most + tokens_to_remove
-        removed = {i: tokens_to_remove if tokens_to_remove > 0 else min(left - n, 0) for i, n in counts.items()}
-        for i, layer in attending.items():
-            layer.check_crop(removed[i])
-        if not tokens_to_remove or (attending and not most):
-            return {}  # there is nothing to remove
-        self._check_states(tokens_to_remove)
-        if most == least:  # else the lengths say how many tokens the failed call had
-            self._check_reached()
-        return removed
-
-    def _check_reached(self) -> None:
-        """Raise `ProblemError` if a call has reached some layers and not others, as one that failed leaves them.
-
-        All lengths are equal where it failed before the first layer of attention, or after the last.
-        """
-        layers = self._hybrid_layers()
-        reached = [i for i, layer in layers.items() if layer.is_reached]
-        if 0 < len(reached) < len(layers):
-            raise ProblemError(
-                f"a call of the model failed between layers: layers {ranges(reached)} of {self!r} have its tokens, "
-                f"in keys or in states, and layers {ranges([i for i in layers if i not in reached])} do not. Start "
-                "anew, with reset()."
-            )
-
-    def _check_lengths(self) -> None:
-        """Raise `ProblemError` if the first layers have tokens of a call that the last lack, as one that failed leaves.
-
-        Lengths that are on a GPU are not read: the host would wait for them.
-        """
-        layers = list(self._attending().values())
-        ends = [layer.get_seq_length() for layer in (layers[0], layers[-1])] if layers else [0]
-        if any(isinstance(n, Tensor) and not n.is_cpu for n in ends) or int(ends[0]) == int(ends[-1]):
-            return
-        lengths = self._lengths()
-        most, least = max(lengths.values()), min(lengths.values())
-        try:
-            self._check_crop(least - most)
-            advice = f"Remove its tokens, crop({least - most}), or call reset()"
-        except ProblemError:
-            advice = "Its tokens cannot be removed: start anew, with reset()"
-        raise ProblemError(
-            f"layers {ranges([i for i, n in lengths.items() if n == most])} of {self!r} have {most} tokens and "
-            f"others {least}: a call of the model failed between them. {advice}."
-        )
-
-    def _check_states(self, tokens_to_remove: int) -> None:
-        """Raise `ProblemError` if transformers' own layers cannot go back, or do not record what they need for it."""
-        numbered = enumerate(cast("list[Any]", self.layers))
-        own = {i: layer for i, layer in numbered if not isinstance(layer, StoredLayer | FixedLayer | CrossLayer)}
-        without = [i for i, layer in own.items() if not layer.is_croppable]
-        unprepared = [i for i, layer in own.items() if not getattr(layer, "record_past", True)]
-        if without or unprepared:
-            record = "call activate_past_recording() before you append tokens that may be removed again"
-            raise ProblemError(
-                f"crop({tokens_to_remove}): layers {ranges(without or unprepared)} of {self.decoder.name} keep a state "
-                "of all tokens, from which the last ones cannot be removed: "
-                f"{'start anew, with reset()' if without else record}."
-            )
 
     def _new(self, index: int, options: CacheOptions, kind: str, details: dict[str, Any]) -> Any:
         """The cache of a layer, marked as that layer's."""
@@ -440,39 +314,3 @@ class RegardCache(DynamicCache):
             codec = None if "full_attention" in self.kinds else options.codec
             return WindowLayer(details["sliding_window"], lambda layout: KVCache(layout, codec), read)
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**details)
-
-
-class PairedCache(EncoderDecoderCache):
-    """The cache of an encoder-decoder model: regard's for self-attention, transformers' own for cross-attention.
-
-    Cross-attention computes its keys once and reads them whole at every step, so they stay as they are.
-    """
-
-    def save(self, path: str | os.PathLike[str], tokens: Tensor) -> None:
-        """Refused: the keys of the encoder's text belong to the cache as well.
-
-        Raises:
-            RefusalError: always.
-        """
-        raise RefusalError(
-            f"{self!r} cannot be saved to a file, for the text of its encoder is no part of the tokens: torch.save, or "
-            "pickle, takes both."
-        )
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that both store."""
-        return cast(RegardCache, self.self_attention_cache).bytes + sum(
-            bytes_of(layer) for layer in self.cross_attention_cache.layers
-        )
-
-    def explain(self) -> str:
-        """Which layers keep what, how attention reads it, and how many bytes it takes."""
-        cross = sum(bytes_of(layer) for layer in self.cross_attention_cache.layers)
-        own = cast(RegardCache, self.self_attention_cache).explain()
-        return f"{own}\n  cross-attention, as transformers keeps it: {cross:,} bytes"
-
-    def __repr__(self) -> str:
-        return f"PairedCache({self.self_attention_cache!r})"
-
-    __str__ = __repr__
