@@ -8,7 +8,7 @@ gives 0, where eager averages keys that it should not see; and dropout draws its
 
 import contextvars
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,26 @@ def attention(
         if batch == k_batch and (batch, 1, queries, keys) == attention_mask.call:
             return run_layer(query, key, value, attention_mask, scaling, softcap), None
     check_keywords(module, kwargs)
+    options = {"scale": scaling, "softcap": softcap, "sink": s_aux if s_aux is not None else sinks}
+    wants_weights = output_attentions or _is_recorded()
+    more = _More(is_causal, position_bias, indices, dropout if module.training else 0.0, wants_weights)
+    return _attention(module, query, key, value, attention_mask, options, more)
+
+
+class _More(NamedTuple):
+    """Arguments of `attention` that are not passed on as they are; no dropout in evaluation."""
+
+    is_causal: bool | None
+    position_bias: Tensor | None
+    indices: Tensor | None
+    dropout: float
+    wants_weights: bool
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Any, value: Any, given: Any, options: dict[str, Any], more: _More
+) -> tuple[Tensor, Tensor | None]:
+    """The results of `attention` for any call, also over a cache that drops tokens."""
     found = None if torch.compiler.is_compiling() else take_latest(key, value)
     k, v = opened(key, value)
     if found is None and isinstance(k, Pending):
@@ -111,30 +131,37 @@ def attention(
             "whose rows keep different tokens. Generate from prompts of one length, or use a cache that keeps all."
         )
     batch, keys = sizes_of(k)
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
-    options["sink"] = s_aux if s_aux is not None else sinks
     if found is not None:
         layer, is_unchanged = found
-        _check_bias(layer, position_bias)
-        if layer.is_padded(attention_mask):
-            _check_weights(layer, output_attentions)
-            return _by_row(module, layer, query, attention_mask, options, is_unchanged), None
-        attention_mask = layer.mask_for(cast(Any, attention_mask), query.shape[2], keys)
-    keep, bias, offset = _mask_of(module, query.shape[2], keys, attention_mask, is_causal)
-    if indices is not None:
-        keep = _mask_of_indices(indices, keys) if keep is None else keep & _mask_of_indices(indices, keys)
-    if position_bias is not None:
-        bias = TensorBias(position_bias) if bias is None else TensorBias(position_bias) + bias
+        _check_bias(layer, more.position_bias)
+        if layer.is_padded(given):
+            _check_weights(layer, more.wants_weights)
+            return _by_row(module, layer, query, given, options, is_unchanged), None
+        given = layer.mask_for(given, query.shape[2], keys)
+    keep, bias, offset = _mask_and_bias(module, query.shape[2], keys, given, more)
     if query.shape[0] == 1 < batch:  # one set of learned queries for all rows
         query = query.expand(batch, -1, -1, -1)
-    options |= {"mask": keep, "bias": bias, "offset": offset}
-    dropped = attention_mask.dropped if isinstance(attention_mask, LayerMask) else 0
+    options = options | {"mask": keep, "bias": bias, "offset": offset}
+    dropped = given.dropped if isinstance(given, LayerMask) else 0
     with after_dropped(dropped, found is not None and found[0].kv.has_gaps):
-        out = _attend(module, query, k, v, dropout=dropout if module.training else 0.0, **options)
+        out = _attend(module, query, k, v, dropout=more.dropout, **options)
     if found is not None:
-        found[0].observe(_observe_queries(module, found[0], query), keep, scaling)
-    weights = _weights(module, query, k, options) if output_attentions or _is_recorded() else None
+        found[0].observe(_observe_queries(module, found[0], query), keep, options["scale"])
+    weights = _weights(module, query, k, options) if more.wants_weights else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _mask_and_bias(
+    module: nn.Module, queries: int, keys: int, given: LayerMask | Tensor | None, more: _More
+) -> tuple[Mask | None, Bias | None, int | Tensor]:
+    """(mask, bias, position of the first query) of all that a call gives."""
+    keep, bias, offset = _mask_of(module, queries, keys, given, more.is_causal)
+    if more.indices is not None:
+        chosen = _mask_of_indices(more.indices, keys)
+        keep = chosen if keep is None else keep & chosen
+    if more.position_bias is not None:
+        bias = TensorBias(more.position_bias) if bias is None else TensorBias(more.position_bias) + bias
+    return keep, bias, offset
 
 
 def _attend(module: nn.Module, query: Tensor, key: Stored, value: Stored, **options: Any) -> Tensor:
@@ -163,8 +190,8 @@ def _by_row(
     return out.transpose(1, 2).contiguous()
 
 
-def _check_weights(layer: EvictingLayer, output_attentions: bool) -> None:
-    if output_attentions or _is_recorded():
+def _check_weights(layer: EvictingLayer, wants_weights: bool) -> None:
+    if wants_weights:
         raise RefusalError(
             f"the weights of a padded batch over {layer.kv!r}: its rows keep different tokens, so there is no one "
             "matrix of them. Leave output_attentions out, or compute one row at a time."

@@ -51,6 +51,10 @@ ADD_THEIR_MASK = frozenset({"bigbird_pegasus", "git"})
 there, no `LayerMask` turns into floats when it is added, and a bool would add 1."""
 
 
+_DEFAULT: Predicate = inspect.signature(sdpa_mask).parameters["mask_function"].default
+"""The mask function of a call that names none."""
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -77,6 +81,30 @@ def mask(
             attention classes of a user's own that `use_regard` has not seen.
         RefusalError: in `sharded_masks`, for a model that computes with its masks.
     """
+    _check(config, attention_mask)
+    model_type = getattr(config, "model_type", "")
+    make_dense, function = COMPUTE_WITH_MASKS.get(model_type), mask_function or _DEFAULT
+    if not is_compiling():  # dynamo cannot trace these
+        latest.set(None)  # a pass begins: the one before may have failed in front of its attention
+        if (make := _sharded.get()) is not None:
+            _check_shardable(model_type, make_dense)
+            return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
+    if make_dense is not None or _is_traced(q_offset, attention_mask, device):
+        called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+        called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
+        called |= {"mask_function": function, "use_vmap": use_vmap, "allow_is_causal_skip": False}
+        return _dense(model_type, called, kwargs)
+    shape = batch_size, 1, q_length, kv_length
+    if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
+        return LayerMask(Causal(), shape, q_offset - kv_offset, device, dropped=kv_offset)
+    if q_length == 1 and (step := _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)):
+        return step
+    first = int(q_offset)
+    request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
+    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask, dropped=kv_offset)
+
+
+def _check(config: Any, attention_mask: Tensor | None) -> None:
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ProblemError(
             f"attention_mask is {list(attention_mask.shape)}: expected [batch, tokens], or four dimensions, [batch, "
@@ -89,40 +117,26 @@ def mask(
             "it is a part of another model, or has attention classes of your own, which ask, call use_regard(model) "
             "with the whole."
         )
-    make = None
-    if not is_compiling():  # dynamo cannot trace these
-        latest.set(None)  # a pass begins: the one before may have failed in front of its attention
-        make = _sharded.get()
-    make_dense = COMPUTE_WITH_MASKS.get(getattr(config, "model_type", ""))
-    if make is not None:
-        if make_dense is not None:  # such a model would read the tokens of other ranks in its own code
-            raise RefusalError(
-                f"a {config.model_type} model in context_parallel: it computes with its mask, over the keys of all "
-                "tokens, before attention does. Run this call in one process, outside of the context."
-            )
-        function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
-        return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
-    is_traced = make_dense is None and _is_traced(q_offset, attention_mask, device)
-    if is_traced and getattr(config, "model_type", "") in ADD_THEIR_MASK:
-        make_dense = eager_mask
-    if make_dense is not None or is_traced:
-        called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-        called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
-        if mask_function is not None:
-            called["mask_function"] = mask_function
-        if make_dense is not None:
-            called |= kwargs  # the dtype, and whether a mask that hides nothing may be left out
-        called |= {"use_vmap": use_vmap, "allow_is_causal_skip": False}
-        return (make_dense or sdpa_mask)(**called)
-    shape = batch_size, 1, q_length, kv_length
-    if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
-        return LayerMask(Causal(), shape, q_offset - kv_offset, device, dropped=kv_offset)
-    function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
-    if q_length == 1 and (step := _of_step(function, shape, q_offset, kv_offset, attention_mask, use_vmap, device)):
-        return step
-    first = int(q_offset)
-    request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
-    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask, dropped=kv_offset)
+
+
+def _check_shardable(model_type: str, make_dense: Callable[..., Any] | None) -> None:
+    if make_dense is not None:  # such a model would read the tokens of other ranks in its own code
+        raise RefusalError(
+            f"a {model_type} model in context_parallel: it computes with its mask, over the keys of all tokens, before "
+            "attention does. Run this call in one process, outside of the context."
+        )
+
+
+def _dense(model_type: str, called: dict[str, Any], more: dict[str, Any]) -> Any:
+    """The mask of transformers: as a model that computes with it expects it, else as bools.
+
+    Args:
+        model_type: of the model.
+        called: the arguments of `mask` that every function of transformers takes.
+        more: the dtype, and whether a mask that hides nothing may be left out.
+    """
+    make = COMPUTE_WITH_MASKS.get(model_type, eager_mask if model_type in ADD_THEIR_MASK else None)
+    return sdpa_mask(**called) if make is None else make(**more | called)
 
 
 def _of_step(
