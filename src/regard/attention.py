@@ -105,7 +105,7 @@ def attend(
         mask: which query may see which key; None for all.
         bias: what is added to the scores; None for nothing.
         score: how q and k are compared; None for their dot product.
-        scale: None for `qk_dim ** -0.5`.
+        scale: None for `qk_dim ** -0.5`, and for 1 with another score than the dot product.
         softcap: the cap c, above 0; None for none. Gemma Team 2024, arXiv:2408.00118, §2.
         sink: a logit per head, [heads]; None for none. See `State.with_sink`.
         dropout: the probability that a weight is dropped, drawn from torch's generator.

@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "torch's causal mask": ((Q, K, V), {"mask": causal_lower_right(5, 7)}, "mask is a CausalBias.*say mask=Causal()"),
     "a name for a mask": ((Q, K, V), {"mask": "causal"}, "expected a regard Mask"),
     "a score by name": ((Q, K, V), {"score": "dot"}, "expected a regard Score"),
-    "scale": ((Q, K, V), {"scale": float("nan")}, "scale is nan: expected a finite number"),
+    "scale": ((Q, K, V), {"scale": float("nan")}, "scale is nan: expected a finite number, or None.*the score"),
     "a scale beyond floats": ((Q, K, V), {"scale": 10**400}, "expected a number up to 1.79"),
     "a softcap beyond floats": ((Q, K, V), {"softcap": 10**400}, "expected a number up to 1.79"),
     "a learned scale": ((Q, K, V), {"scale": torch.ones(())}, "expected a number.*multiply q by it and pass scale=1"),

@@ -199,7 +199,10 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
         if isinstance(given, int) and abs(given) > sys.float_info.max:
             raise ProblemError(f"{name} is {given}: expected a number up to {sys.float_info.max}, as floats are.")
     if isinstance(scale, int | float) and not -math.inf < scale < math.inf:  # isfinite cannot be traced
-        raise ProblemError(f"scale is {scale}: expected a finite number, or None for qk_dim ** -0.5.")
+        raise ProblemError(
+            f"scale is {scale}: expected a finite number, or None for that of the score (qk_dim ** -0.5 for the dot "
+            "product)."
+        )
     if isinstance(softcap, int | float) and not 0 < softcap < math.inf:
         raise ProblemError(f"softcap is {softcap}: expected a finite number above 0, or None for no cap.")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
