@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -13,10 +14,11 @@ from regard import Causal, attend
 from regard.cache import Knorm
 from regard.integrate import cache as cache_module
 from regard.integrate.cache import regard_cache
+from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
 from regard.storage.stored import Contiguous, Paged
 from tests.integrate.writing import WAYS, on_regard, prompt, written
-from tests.integrate.zoo import DECODERS, PAIRS, model, padding, tokens, with_cache
+from tests.integrate.zoo import DECODERS, PAIRS, close, model, padding, tokens, with_cache
 
 # ---- every way to generate ------------------------------------------------------------------------------------------
 
@@ -138,3 +140,54 @@ def test_under_autocast_keys_and_values_have_its_type(words: dict[str, Any]):
         )
     assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+# ---- models that read the cache themselves --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_recording", [False, True])
+@pytest.mark.parametrize("length", [3, 4, 5, 13])
+def test_the_keys_of_a_window_are_those_that_a_next_token_sees(length: int, is_recording: bool):
+    m, ids = on_regard("mistral"), tokens(2, length)  # a window of 5
+    stock, ours = DynamicCache(config=m.config), regard_cache(m)
+    for cache in (stock, ours):
+        if is_recording:
+            cache.activate_past_recording()
+        with torch.no_grad():
+            m(ids, **with_cache(cache))
+    kept = min(length, 4)
+    assert ours.get_mask_sizes(0, 0) == (kept, length - kept)
+    for layer, other in zip(ours.layers, stock.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys[:, :, -kept:])
+        assert torch.equal(layer.values, other.values[:, :, -kept:])
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DiffusionGemmaConfig"), reason="this transformers has no DiffusionGemma")
+@pytest.mark.parametrize("words", [{}, {"layout": Paged(3)}], ids=str)
+@pytest.mark.parametrize("side", [None, "left"])
+def test_a_decoder_that_joins_its_own_keys_to_those_of_a_cache(side: str | None, words: dict[str, Any]):
+    """DiffusionGemma's, whose layers read the keys of the prompt out of the cache, and append nothing."""
+    m, given = _diffusion_gemma(), {"input_ids": tokens(2, 13), "decoder_input_ids": tokens(2, 6)}
+    if side is not None:
+        real = padding(side)
+        given |= {"attention_mask": real, "decoder_attention_mask": torch.cat([real, torch.ones_like(real[:, :6])], 1)}
+
+    def run(**cache: Any) -> Tensor:
+        with torch.no_grad():
+            return m(**given, **cache).logits
+
+    expected = run()
+    use_regard(m)
+    assert close(run(**with_cache(regard_cache(m, **words))), expected)
+
+
+def _diffusion_gemma() -> Any:
+    text = {
+        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_global_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "per_layer_config": None,
+        "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=6)
+    return transformers.DiffusionGemmaForBlockDiffusion(config).eval()

@@ -290,6 +290,11 @@ class WindowLayer(StoredLayer):
         self.kv, self._before = other, self.get_seq_length() + k.shape[2] - other.tokens_seen
         return keys, values
 
+    def _read(self, side: int) -> Tensor | None:
+        """The tokens that a next one sees, as in transformers: DiffusionGemma's decoder joins its own to them."""
+        found = super()._read(side)
+        return None if found is None else found[:, :, max(found.shape[2] - self.window, 0) :]
+
     def _move(self, other: KVCache) -> None:
         """Continue in another cache, with the tokens of this one that later queries may see."""
         seen = self.get_seq_length()
