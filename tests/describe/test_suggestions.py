@@ -296,6 +296,7 @@ OPERATORS: dict[str, tuple[Any, str]] = {
     "a class after a mask": (lambda: CAUSAL | Causal, r"the class Causal; did you mean Causal\(...\)\?$"),
     "a bias after a mask": (lambda: CAUSAL & ALIBI, r"got Alibi\(heads=2\), which is a bias; pass it as bias="),
     "a bias before a mask": (lambda: ALIBI & CAUSAL, r"Causal\(\), which is a mask: a bias .* passed as bias="),
+    "a bias or a mask": (lambda: ALIBI | CAUSAL, r"^Alibi\(heads=2\) \| Causal\(\), which is a mask: a bias adds"),
     "masks added": (lambda: CAUSAL + CAUSAL, r"masks combine with & \| ~"),
     "a mask added to a tensor": (lambda: ADDED + CAUSAL, r"masks combine with & \| ~"),
     "masks subtracted": (lambda: CAUSAL - CAUSAL, "a & ~b"),
@@ -318,6 +319,15 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "masks in a list": (
         {"mask": [Causal(), Window(3)]},
         r"combine masks with &: Causal\(\) & Window\(left=3\)\.$",
+    ),
+    "biases in a list": (
+        {"bias": [Alibi(2), Alibi(2)]},
+        r"add biases with \+: Alibi\(heads=2\) \+ Alibi\(heads=2\)\.$",
+    ),
+    "biases in a list as a mask": ({"mask": (Alibi(2),)}, r"add biases with \+: bias=Alibi\(heads=2\)\.$"),
+    "masks in a list as a bias": (
+        {"bias": [Causal(), Window(3)]},
+        r"combine masks with &: mask=Causal\(\) & Window\(left=3\)\.$",
     ),
     "two masks by name": (
         {"mask": "causal+window"},

@@ -58,9 +58,10 @@ class Bias(Spec):
         return Sum(_bias(other), self)
 
     def __and__(self, other: object) -> NoReturn:
-        raise ProblemError(f"{self!r} & {received(other)}: a bias adds to biases by +, and is passed as bias=.")
+        raise _no_mask(self, "&", other)
 
-    __or__ = __and__
+    def __or__(self, other: object) -> NoReturn:
+        raise _no_mask(self, "|", other)
 
 
 def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -83,6 +84,10 @@ def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions
         expected = f"expected numbers to add to scores{hint}"
         raise ProblemError(f"{bias!r}: value(b, h, q, k) returned {values.dtype}; {expected}.")
     return values
+
+
+def _no_mask(bias: Bias, operator: str, other: object) -> ProblemError:
+    return ProblemError(f"{bias!r} {operator} {received(other)}: a bias adds to biases by +, and is passed as bias=.")
 
 
 def _bias(other: object) -> Bias:

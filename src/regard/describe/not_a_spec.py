@@ -44,6 +44,8 @@ def instead(value: object, kind: str) -> str:
         return f"did you mean {value.__name__}(...)?"
     if isinstance(value, Spec) and _kind(value) in ("mask", "bias", "score"):
         return f"pass it as {_kind(value)}="
+    if isinstance(value, list | tuple) and (found := _listed(cast("list[object]", value), kind)):
+        return found
     if kind == "mask":
         return _instead_of_mask(value)
     if isinstance(value, Spec) and _kind(value) == "position":
@@ -53,9 +55,17 @@ def instead(value: object, kind: str) -> str:
     return _instead_of_mask(value) if kind == "mask" else _instead_of_bias(value)
 
 
+def _listed(value: "list[object] | tuple[object, ...]", kind: str) -> str | None:
+    """What to write in place of a list of masks, or of biases; None for any other list."""
+    for each, operator, verb in (("mask", "&", "combine masks with"), ("bias", "+", "add biases with")):
+        specs = [one for one in value if isinstance(one, Spec) and _kind(one) == each]
+        if specs and len(specs) == len(value):
+            shown = (f"({one!r})" if " | " in repr(one) and len(specs) > 1 else repr(one) for one in specs)
+            return f"{verb} {operator}: {'' if each == kind else f'{each}='}{f' {operator} '.join(shown)}"
+    return None
+
+
 def _instead_of_mask(value: object) -> str:
-    if isinstance(value, list | tuple) and (masks := _combined(cast("list[object]", value))):
-        return f"combine masks with &: {masks}"
     if name := mask_for(value if isinstance(value, str) else type(value).__name__):
         several = isinstance(value, str) and "(" not in value and len(mask_names(value)) > 1
         return f"{'combine masks with &: ' if several else ''}say {name}"
@@ -71,14 +81,6 @@ def _instead_of_mask(value: object) -> str:
         return "masks are Causal(), Window(n), TensorMask(t) and others, combined with & | ~"
     tensor = "t" if isinstance(value, Tensor) else "torch.tensor(t)"
     return f"wrap a bool tensor as TensorMask({tensor}) (True keeps), a float one as bias=TensorBias({tensor})"
-
-
-def _combined(value: "list[object] | tuple[object, ...]") -> str | None:
-    """A list of masks as one expression; None unless each is a mask."""
-    masks = [one for one in value if isinstance(one, Spec) and _kind(one) == "mask"]
-    if not masks or len(masks) < len(value):
-        return None
-    return " & ".join(f"({one!r})" if " | " in repr(one) and len(masks) > 1 else repr(one) for one in masks)
 
 
 def _instead_of_bias(value: object) -> str:
