@@ -105,8 +105,8 @@ def run() -> str:
         f"{_beside_splitting('all pairs at once', FEW)}\n\n"
         "## Masks that are known again\n\nA plan is kept by the content of its mask, so each call reads the mask's "
         f"tensors, or what its function reads:\n\n{_known_again()}\n\n## Tensors of bools that are new at each call\n\n"
-        "The library reads a tensor of up to 2^20 pairs itself, and no plan is made. 8 heads of 64 dimensions, float32, "
-        f"one thread, beside torch's `scaled_dot_product_attention`:\n\n{_new_tables()}"
+        "The library reads a tensor of up to 2^20 pairs itself, and no plan is made. 8 heads of 64 dimensions, "
+        f"float32, one thread, beside torch's `scaled_dot_product_attention`:\n\n{_new_tables()}"
     )
 
 
