@@ -129,7 +129,7 @@ def test_shares_of_one_layer_are_the_outputs_times_their_gradients_along_the_way
     assert torch.allclose(found.shares, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("asked", [{"tolerance": 0}, {"most": 16}])
+@pytest.mark.parametrize("asked", [{"tolerance": 0}, {"tolerance": "2 %"}, {"most": 16}, {"most": 99.5}])
 def test_a_tolerance_and_a_limit_there_must_be(asked):
     with pytest.raises(ProblemError, match="expected a share of the change above 0, and 17 evaluations or more"):
         integrated(None, [None], torch.ones_like, **asked)

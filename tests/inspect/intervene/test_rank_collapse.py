@@ -25,6 +25,11 @@ def test_the_residual_is_0_for_equal_tokens_and_1_for_tokens_that_cancel():
     assert residual(torch.tensor([[1.0, 2.0], [-1.0, -2.0]])).item() == 1
 
 
+def test_tokens_that_count_may_be_numbers_which_are_no_weights():
+    x, documents = torch.randn(3, 7, 5), torch.randint(3, (3, 7))  # 0 is padding
+    assert torch.equal(residual(x, documents), residual(x, documents > 0))
+
+
 def test_no_other_token_is_nearer_than_the_mean():
     x = torch.randn(7, 5).double()
     nearest = residual(x)

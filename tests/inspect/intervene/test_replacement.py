@@ -231,6 +231,16 @@ def test_padding_can_be_left_out():
         mean_outputs(model, [ids], model, rows=lambda batch: counted, per_position=True)
 
 
+def test_rows_that_count_may_be_numbers_which_are_no_weights():
+    model, ids = decoder(), texts()
+    documents = torch.randint(3, (5, 11))  # 0 is padding
+    first, second = (
+        mean_outputs(model, [ids], model, rows=lambda batch, rows=rows: rows)
+        for rows in (documents > 0, documents.float())
+    )
+    assert all(torch.equal(mean, second.of[site]) for site, mean in first.of.items())
+
+
 def test_a_constant_head_is_its_mean():
     model: Any = Decoder(19, 32, layers=2, heads=4).double()
     with torch.no_grad():
@@ -295,6 +305,8 @@ def test_a_mean_needs_batches_and_rows_that_fit():
         mean_outputs(model, ids, model)
     with pytest.raises(ProblemError, match=r"rows returned \[5, 3\]: expected bool \[batch, queries\] = \[5, 11\]"):
         mean_outputs(model, [ids], model, rows=lambda batch: torch.ones(5, 3) > 0)
+    with pytest.raises(ProblemError, match="rows returned a list: expected bool"):
+        mean_outputs(model, [ids], model, rows=lambda batch: [[True] * 11] * 5)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("per_position", [False, True])

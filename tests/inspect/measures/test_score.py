@@ -54,6 +54,12 @@ def test_an_interval_over_sequences_is_that_of_their_mean():
     assert (low.item(), high.item()) == pytest.approx((0.5 - 0.41085, 0.5 + 0.41085), abs=1e-5)
 
 
+@pytest.mark.parametrize("sequence", [-1, 3, 0.5])
+def test_a_sequence_that_is_not_there_has_no_score(sequence):
+    with pytest.raises(ProblemError, match=r"only\(.*\) of 3 sequences: expected one of 0 to 2"):
+        of(torch.rand(3, 2, 9)).only(sequence)
+
+
 def test_sequences_without_a_score_are_left_out():
     score = HeadScores(torch.tensor([[0.2, 0.5], [0.4, torch.nan], [torch.nan, torch.nan]]), torch.zeros(3, 2))
     torch.testing.assert_close(score.mean(), torch.tensor([0.3, 0.5]))

@@ -195,6 +195,13 @@ def test_a_folder_with_calls_of_another_run_is_refused(tmp_path):
         pass
 
 
+def test_a_number_is_no_place_to_record_calls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ProblemError, match="to is 3: expected a device"), observe(to=3):  # pyright: ignore[reportArgumentType]
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("to", ["cuda:99", torch.device("cuda:99"), "meta"], ids=repr)
 def test_a_device_that_is_not_there_is_an_error(to):
     with (

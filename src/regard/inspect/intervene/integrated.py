@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from regard.inspect.intervene.heads import Site, Sites
 from regard.inspect.intervene.importance import slopes
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 from regard.inspect.names import HeadName, Heads, read_heads
+from regard.integers import is_integer
 
 TOLERANCE = 0.02
 """The residual that is accepted, as a share of the change."""
@@ -127,7 +129,8 @@ def integrated(
     >>> found.shares.shape, bool((found.residual.abs() <= 0.02 * found.change.abs()).all())
     (torch.Size([8, 4]), True)
     """
-    if not tolerance > 0 or most < 2 * PANELS + 1:
+    is_share = isinstance(tolerance, Real) and float(tolerance) > 0
+    if not is_share or not is_integer(most, least=2 * PANELS + 1):
         raise ProblemError(
             f"tolerance is {tolerance} and most {most}: expected a share of the change above 0, and "
             f"{2 * PANELS + 1} evaluations or more."

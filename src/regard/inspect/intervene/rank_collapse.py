@@ -63,7 +63,7 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
     """||X - 1 m^T|| / ||X|| of each matrix of tokens; x [..., tokens, width], the result [...].
 
     Args:
-        rows: bool [..., tokens], which tokens count (exclude padding); None: all.
+        rows: bool [..., tokens], which tokens count (exclude padding), or numbers, those that are not 0; None: all.
 
     Raises:
         ProblemError: x or rows have another shape.
@@ -74,7 +74,7 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
     if x.ndim < 2 or (rows is not None and rows.shape != x.shape[:-1]):
         received = "" if rows is None else f" and rows {list(rows.shape)}"
         raise ProblemError(f"x is {list(x.shape)}{received}: expected [..., tokens, width], and rows [..., tokens].")
-    counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.to(x)
+    counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.bool().to(x)
     counts = counts[..., None]
     x = x.masked_fill(counts == 0, 0.0)  # padding may be NaN
     mean = (x * counts).sum(-2, keepdim=True) / counts.sum(-2, keepdim=True)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,8 @@ def mean_outputs(
         batches, run: `run(batch)` runs the model on each.
         per_position: whether each position has its own mean. Texts may differ in length: a position's mean is over the
             texts that reach it. With a cache, see `ablated`.
-        rows: for a batch, which of its rows count: bool [batch, queries]. None: all, including padding.
+        rows: for a batch, which of its rows count: bool [batch, queries], or numbers, those that are not 0. None: all,
+            including padding.
 
     Raises:
         ProblemError: no batches, rows of another shape, or a layer or a position that counts in no text.
@@ -207,14 +208,19 @@ def _add(
         sums = torch.nn.functional.pad(sums, (0, 0, 0, longer))
         counts = torch.nn.functional.pad(counts, (0, longer))
     out = call.out.double()
-    if rows is not None and tuple(rows.shape) != (batch, queries):
-        raise ProblemError(f"rows returned {list(rows.shape)}: expected bool [batch, queries] = {[batch, queries]}.")
-    counted = torch.ones(batch, queries, device=out.device) if rows is None else rows.to(out.device)
-    out = out.masked_fill(~counted.bool()[:, None, :, None], 0.0)
+    if rows is not None and (not isinstance(cast(object, rows), Tensor) or tuple(rows.shape) != (batch, queries)):
+        raise ProblemError(f"rows returned {_shape(rows)}: expected bool [batch, queries] = {[batch, queries]}.")
+    counted = torch.ones(batch, queries, dtype=torch.bool) if rows is None else rows.bool()  # of numbers, not a weight
+    counted = counted.to(out.device)
+    out = out.masked_fill(~counted[:, None, :, None], 0.0)
     for start, of, count in zip(starts, out.chunk(len(starts)), counted.chunk(len(starts)), strict=True):
         sums[:, start : start + queries] += of.sum(0)
         counts[start : start + queries] += count.sum(0)
     return sums, counts
+
+
+def _shape(rows: object) -> str:
+    return str(list(rows.shape)) if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
 
 
 def _check_counts(counts: Mapping[Site, Tensor]) -> None:

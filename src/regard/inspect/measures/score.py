@@ -25,7 +25,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.weights.index import count_of
+from regard.inspect.weights.index import count_of, index_of
 
 BLOCKS = 32
 """Blocks that the rows of a sequence are cut into: enough to draw from, and long, to hold what hangs together."""
@@ -75,12 +75,19 @@ class HeadScores:
         return cls((sums.sum(-1) / total).to(values.dtype), by_chance.to(values.dtype), sums, counts)
 
     def only(self, sequence: int) -> "HeadScores":
-        """The score of one sequence, [1, heads]."""
+        """The score of one sequence, [1, heads].
+
+        Raises:
+            ProblemError: there is no such sequence.
+        """
+        sequences = self.value.shape[0]
+        if (number := index_of(sequence)) is None or not 0 <= number < sequences:
+            raise ProblemError(f"only({sequence!r}) of {sequences} sequences: expected one of 0 to {sequences - 1}.")
 
         def one(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t[sequence : sequence + 1]
+            return None if t is None else t[number : number + 1]
 
-        value, chance = (t[sequence : sequence + 1] for t in (self.value, self.chance))
+        value, chance = (t[number : number + 1] for t in (self.value, self.chance))
         return HeadScores(value, chance, one(self.sums), one(self.counts), one(self.at))
 
     def mean(self) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
@@ -156,6 +157,8 @@ def recorder(to: To) -> Generator[Memory | Folder]:
     """Records calls; a temporary folder is removed when the block ends."""
     if to == "":  # as a path, it is the working directory
         raise ProblemError("to is '': expected a device, 'disk' or the name of a folder; '.' is the working directory.")
+    if not isinstance(cast(object, to), str | PathLike | torch.device | None):
+        raise ProblemError(f"to is {to!r}: expected a device, such as 'cuda:1', 'disk', a folder, or None.")
     device = _device(to)
     _check_exists(device)
     if to is None or device is not None:
