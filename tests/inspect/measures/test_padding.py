@@ -47,6 +47,16 @@ def test_the_first_token_is_that_of_each_sequence(batch, token):
     assert (together[0].value > 0).all()
 
 
+def test_padding_that_is_nan_changes_no_score(batch):
+    (q, k, v), padded, _ = batch
+    hidden = k.clone(), v.clone()
+    for of in hidden:
+        of[1, :, :PADDING] = torch.nan
+    for score, expected in zip(measured(q, *hidden, padded), measured(q, k, v, padded), strict=True):
+        torch.testing.assert_close((score.value, score.chance), (expected.value, expected.chance))
+        assert score.value.isfinite().all()
+
+
 def test_a_sequence_of_padding_alone_has_no_score():
     q, real = torch.randn(2, 6, 9, 7), torch.ones(2, 9, dtype=torch.bool)
     real[1] = False

@@ -165,3 +165,14 @@ def test_a_picture_without_cells_is_refused():
 def test_vectors_of_another_shape_are_refused(shape):
     with pytest.raises(ProblemError, match=r"along is .* \[batch or 1, m, keys\] = \[2 or 1, m, 29\]"):
         sweep(Weights.of(drawn()), along=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_reaches_the_rows_alone_that_see_it(value):
+    weights = Weights.of(drawn(mask=Causal()))
+    along = torch.randn(2, 3, KEYS)
+    changed = along.index_fill(2, torch.tensor([20]), value)
+    found, expected = (cast(Tensor, sweep(weights, along=of).along) for of in (changed, along))
+    sees = weights.positions >= 20
+    assert found.isnan().equal(sees[..., None].expand_as(found))
+    torch.testing.assert_close(found[:, :, ~sees.flatten()], expected[:, :, ~sees.flatten()])

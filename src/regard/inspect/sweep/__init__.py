@@ -7,7 +7,7 @@ tile by tile (`by_torch.py`, the definition).
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -33,8 +33,9 @@ def sweep(
     Args:
         weights: of a call.
         picture: cells per side of a picture, at most; None for none.
-        along: finite values of each key, [batch or 1, m, keys]: each row gets their means by its weights, such as
-            the mean position or the mean rarity of the tokens that it attends to.
+        along: values of each key, [batch or 1, m, keys]: each row gets their means by its weights, such as
+            the mean position or the mean rarity of the tokens that it attends to; NaN where it attends to a value that
+            is not finite.
         tick: called regularly during the sweep.
 
     Returns:
@@ -60,12 +61,23 @@ def sweep(
             f"along is {list(along.shape)}: expected values of each key, [batch or 1, m, keys] = "
             f"[{batch} or 1, m, {keys}]."
         )
+    if along is not None and not bool(along.isfinite().all()):
+        return _of_seen(weights, picture, along, tick)
     implementation = by_native if by_native.takes(weights) else by_triton if by_triton.takes(weights) else by_torch
     parts = weights.by_start()  # the compiled sweeps take one position of the first query
     if len(parts) == 1:
         return implementation.swept(weights, picture, along, tick)
     vectors = [None] * batch if along is None else along.expand(batch, -1, -1).split(1)
     return _joined([implementation.swept(*one, tick) for one in zip(parts, [picture] * batch, vectors, strict=True)])
+
+
+def _of_seen(weights: Weights, picture: int | None, along: Tensor, tick: Callable[[], None] | None) -> Sweep:
+    """The sweep where some values are not finite, as the norms of padding may be: only rows that see them get NaN."""
+    fine = along.isfinite()
+    vectors = torch.cat([along.where(fine, 0.0), (~fine).to(along.dtype)], dim=1)
+    found = sweep(weights, picture=picture, along=vectors, tick=tick)
+    means, reached = cast(Tensor, found.along).chunk(2, dim=-1)
+    return replace(found, along=means.where(reached == 0, torch.nan))
 
 
 def _joined(each: list[Sweep]) -> Sweep:
