@@ -134,6 +134,7 @@ def test_tiles_of_long_rows_have_many_rows_and_whole_chunks_of_keys():
         (lambda w: w.pairs(torch.tensor([0, 1]), torch.tensor([0])), r"pairs of \[2\] torch.int64 and \[1\]"),
         (lambda w: w.pairs(torch.tensor([0.0]), torch.tensor([0])), r"pairs of \[1\] torch.float32 .* expected a row"),
         (lambda w: w.pairs(torch.ones(2, 2).long(), torch.ones(2, 2).long()), r"pairs of \[2, 2\]"),
+        (lambda w: w.pairs([[1], [1, 2]], [1, 2]), r"pairs of no integers \(expected sequence of length 1"),
         (lambda w: w.only(9), r"only\(9\) of 2 sequences: expected one of 0 to 1"),
         (lambda w: w.only(-1), r"only\(-1\) of 2 sequences"),
         (lambda w: w.only(0.5), r"only\(0\.5\) of 2 sequences"),

@@ -55,7 +55,10 @@ def index_pairs(
     Raises:
         ProblemError: indices of another shape or type, or out of range.
     """
-    i, j = (torch.as_tensor(value, device=device) for value in (rows, keys))
+    try:
+        i, j = (torch.as_tensor(value, device=device) for value in (rows, keys))
+    except (TypeError, ValueError, RuntimeError) as unlike:
+        raise ProblemError(f"pairs of no integers ({unlike}): expected a row and a key of each pair.") from None
     whole = not any(index.is_floating_point() or index.dtype == torch.bool for index in (i, j) if index.numel())
     if i.ndim != 1 or j.shape != i.shape or not whole:
         received = " and ".join(f"{list(index.shape)} {index.dtype}" for index in (i, j))
