@@ -41,7 +41,7 @@ def draw(lines: Sequence[Line]) -> str:
     sections = [(section, own) for section, own in by_section(known) if section.columns == BESIDE_LIMIT]
     body, height = list[str](), 64
     for section, own in sections:
-        body.append(_text(0, height + 22, section.title, "title"))
+        body.append(text_at(0, height + 22, section.title, "title"))
         height += TITLE
         for name in dict.fromkeys(line.name for line in own):
             body += _row(height, name, {line.dtype: line for line in own if line.name == name})
@@ -60,19 +60,19 @@ def _left(panel: int) -> int:
 
 
 def _legend() -> Iterator[str]:
-    yield _text(0, 18, "Share of the machine's limit", "title")
+    yield text_at(0, 18, "Share of the machine's limit", "title")
     x = LABELS
     for kind, name, height in (("ours", "regard", 9), ("theirs", "torch", 5)):
         yield f'<rect class="{kind}" x="{x}" y="{14 - height / 2}" width="22" height="{height}" rx="1"/>'
-        yield _text(x + 28, 18, name)
+        yield text_at(x + 28, 18, name)
         x += 90
-    yield f'<line class="goal" x1="{x + 2}" y1="8" x2="{x + 2}" y2="20"/>' + _text(x + 10, 18, "goal")
-    yield _text(_left(1), 18, "numbers: share of the limit · times torch", "quiet")
+    yield f'<line class="goal" x1="{x + 2}" y1="8" x2="{x + 2}" y2="20"/>' + text_at(x + 10, 18, "goal")
+    yield text_at(_left(1), 18, "numbers: share of the limit · times torch", "quiet")
 
 
 def _grid(height: int) -> Iterator[str]:
     for panel, name in enumerate(TYPES.values()):
-        yield _text(_left(panel), 44, name, "title")
+        yield text_at(_left(panel), 44, name, "title")
         for percent in (0, 50, 100):
             x = _left(panel) + FULL * percent / 100
             yield f'<line class="grid" x1="{x}" y1="62" x2="{x}" y2="{height}"/>'
@@ -80,7 +80,7 @@ def _grid(height: int) -> Iterator[str]:
 
 
 def _row(top: int, name: str, by_type: dict[str, Line]) -> Iterator[str]:
-    yield _text(LABELS - 12, top + 14, name, anchor="end")
+    yield text_at(LABELS - 12, top + 14, name, anchor="end")
     for panel, dtype in enumerate(TYPES):
         if dtype in by_type:
             yield from _bars(_left(panel), top, by_type[dtype])
@@ -95,7 +95,7 @@ def _bars(x: int, top: int, line: Line) -> Iterator[str]:
         width = FULL * min(share, 1.1)
         yield f'<rect class="{kind}" x="{x}" y="{y}" width="{max(1.0, width):.1f}" height="{height}" rx="1"/>'
     shown = max(line.result.share or 0, line.goal.share or 0)
-    yield _text(x + FULL * min(shown, 1.1) + 6, top + 14, _said(line), "small")
+    yield text_at(x + FULL * min(shown, 1.1) + 6, top + 14, _said(line), "small")
     if line.goal.share is not None:
         at = x + FULL * line.goal.share
         yield f'<line class="goal" x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{top + 15}"/>'
@@ -109,5 +109,6 @@ def _said(line: Line) -> str:
     return f"{100 * r.share:.0f} %{times}"
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+def text_at(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """An element of SVG with this text."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -14,12 +14,11 @@ with its name (`benchmarks/peers.py`). The times of regard and torch are read fr
 import math
 import sys
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
 from benchmarks.peers import BEST, WHERE
 from benchmarks.performance_pages import CASES, all_times
-from benchmarks.picture import STYLE
+from benchmarks.picture import STYLE, text_at
 
 DRAWN = tuple(case for case in CASES if (case, "float32") in BEST)
 """Those of the cases in which other libraries were measured."""
@@ -38,11 +37,11 @@ def speed_picture(page: str) -> str:
     times = all_times(page)
     body, y = list[str](), TOP
     for case in DRAWN:
-        body.append(_text(LEFT - 52, y + 12, case, anchor="end"))
+        body.append(text_at(LEFT - 52, y + 12, case, anchor="end"))
         for kind, dtype in TYPES.items():
             ours, torch = times[case, kind]
             other, whose = BEST[case, dtype]
-            body.append(_text(LEFT - 12, y + 12, kind, "quiet small", "end"))
+            body.append(text_at(LEFT - 12, y + 12, kind, "quiet small", "end"))
             body += _dots(y + 8, torch / ours, other / ours, whose)
             y += ROW
         y += 6
@@ -69,10 +68,10 @@ def _x(ratio: float) -> float:
 
 
 def _legend() -> Iterator[str]:
-    yield _text(0, 18, "Time, as a multiple of regard's (further right: slower than regard)", "title")
-    yield _text(0, 36, f"{WHERE}, 2 threads. Of the others, the fastest in each case.", "quiet")
-    yield f'<circle class="dot" cx="{LEFT + 260}" cy="32" r="4.5"/>' + _text(LEFT + 272, 36, "torch SDPA")
-    yield f'<circle class="ring" cx="{LEFT + 370}" cy="32" r="4"/>' + _text(LEFT + 382, 36, "fastest other library")
+    yield text_at(0, 18, "Time, as a multiple of regard's (further right: slower than regard)", "title")
+    yield text_at(0, 36, f"{WHERE}, 2 threads. Of the others, the fastest in each case.", "quiet")
+    yield f'<circle class="dot" cx="{LEFT + 260}" cy="32" r="4.5"/>' + text_at(LEFT + 272, 36, "torch SDPA")
+    yield f'<circle class="ring" cx="{LEFT + 370}" cy="32" r="4"/>' + text_at(LEFT + 382, 36, "fastest other library")
 
 
 def _axis(bottom: int) -> Iterator[str]:
@@ -80,7 +79,7 @@ def _axis(bottom: int) -> Iterator[str]:
     while ratio <= LAST:
         kind = "goal" if ratio == 1 else "grid"
         yield f'<line class="{kind}" x1="{_x(ratio):.1f}" y1="{TOP - 8}" x2="{_x(ratio):.1f}" y2="{bottom}"/>'
-        yield _text(_x(ratio), TOP - 14, "regard" if ratio == 1 else f"{ratio:g}x", "quiet small", "middle")
+        yield text_at(_x(ratio), TOP - 14, "regard" if ratio == 1 else f"{ratio:g}x", "quiet small", "middle")
         ratio *= 2
 
 
@@ -88,11 +87,7 @@ def _dots(y: int, torch: float, other: float, whose: str) -> Iterator[str]:
     yield f'<circle class="dot" cx="{_x(torch):.1f}" cy="{y}" r="4.5"/>'
     yield f'<circle class="ring" cx="{_x(other):.1f}" cy="{y}" r="4"/>'
     right = max(_x(torch), _x(other)) + 10
-    yield _text(right, y + 4, f"torch {torch:.2g}x · {whose} {other:.2g}x", "small quiet")
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+    yield text_at(right, y + 4, f"torch {torch:.2g}x · {whose} {other:.2g}x", "small quiet")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ from regard.storage.codec import TILE, Codes, encode_rows, encode_tiled
 from regard.storage.stored import Part
 
 
+def normal(*sizes: int, seed: int = 0) -> Tensor:
+    """Numbers that depend on the sizes and the seed alone."""
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
+
+
 def dense(t: CachedTensor) -> Tensor:
     """What is stored, decoded; a tensor as it is."""
     return t if isinstance(t, Tensor) else t.dense()

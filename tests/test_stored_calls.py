@@ -27,11 +27,7 @@ from regard.scores import Cosine
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Contiguous, Layout
-from tests.stored import coded, dense, paged, plain
-
-
-def normal(*sizes: int, seed: int = 0) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
+from tests.stored import coded, dense, normal, paged, plain
 
 
 def mixed(t: Tensor, codec: Int4 | Int8, *, keys: bool) -> StoredTensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from regard import Causal, Rope, attend
+from regard.bench.rounds import on_threads
 from regard.cache import KVCache, PagePool
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.native.engines import BEST
-from tests.native.test_same_bits import threads
 
 KV_HEADS, HEADS, QK, V = 2, 6, 128, 96
 LAYOUTS = {
@@ -104,7 +104,7 @@ def test_strides_change_nothing_in_a_cache(layout: str, codec: str, dtype: torch
 def test_threads_change_nothing_in_a_cache(layout: str, codec: str, dtype: torch.dtype):
     text, found = Text.of(409, dtype, batch=2), []
     for number in (1, 3):
-        with threads(number):
+        with on_threads(number):
             found.append(outputs(KVCache(LAYOUTS[layout], CODECS[codec]), text, [401, 1, 6, 1]))
     assert all(map(torch.equal, *found))
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from regard import Causal, Window, attend, attend_state
+from regard.bench.rounds import on_threads
 from regard.cache import Codec, Fp8, Int4, Int8, StoredTensor
 from regard.storage.codec import Codes, decode_rows, decode_tiled
 from regard.storage.stored import Part
 from tests.native.engines import ALL, INTEGERS, PAIRS
-from tests.native.test_same_bits import threads
 from tests.stored import coded
 
 CODECS = {"int8": Int8(), "int4": Int4(), "int8, groups of 16": Int8(group=16), "int4, groups of 48": Int4(group=48)}
@@ -225,7 +225,7 @@ def test_neither_rows_beside_nor_threads_change_a_bit(engine: str, codec: Codec)
     for head in range(4):
         alone = attend(call.q[:, head : head + 1, -1:], call.k, call.v, backend=engine)
         assert torch.equal(alone[0, 0, 0], whole.out[0, head, -1])
-    with threads(2):
+    with on_threads(2):
         assert torch.equal(attend(call.q, call.k, call.v, mask=Causal(), backend=engine), whole.out)
 
 

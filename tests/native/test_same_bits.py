@@ -1,8 +1,5 @@
 """A row of the output has the same bits whoever is computed beside it, on however many threads, in whatever chunk."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +17,7 @@ from regard import (
     attend,
     attend_state,
 )
+from regard.bench.rounds import on_threads
 from regard.cache import PagePool
 from tests.native.engines import LEAST_AND_BEST
 
@@ -38,16 +36,6 @@ def tensors(dtype: torch.dtype, batch: int = 1, dim: int = 48) -> tuple[Tensor, 
     """6 heads on 2, values narrower than keys; large enough that the softmax has peaks."""
     q, k = 2 * torch.randn(batch, 6, KEYS, dim), torch.randn(batch, 2, KEYS, dim)
     return q.to(dtype), k.to(dtype), torch.randn(batch, 2, KEYS, 40).to(dtype)
-
-
-@contextmanager
-def threads(number: int) -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.exhaustive(per="engine")
@@ -77,7 +65,7 @@ def test_heads_that_read_keys_together_have_the_bits_of_each_alone(
     k, v = (torch.randn(batch, kv_heads, KEYS, dim).to(dtype) for dim in (48, 40))
     bias = torch.randn(1, heads, queries, KEYS) if queries == 40 else None
     words = {"mask": MASKS[mask], "offset": KEYS - queries, "backend": engine}
-    with threads(1):
+    with on_threads(1):
         whole = attend_state(q, k, v, bias=None if bias is None else TensorBias(bias), **words)
     for b, h in [(0, 0), (1, 4), (2, 5), (3, 8), (3, 9)]:
         kv, own = h // (heads // kv_heads), None if bias is None else TensorBias(bias[:, h : h + 1])
@@ -94,7 +82,7 @@ def test_heads_with_masks_of_their_own_have_the_bits_of_each_alone(engine: str, 
     k, v = (torch.randn(batch, kv_heads, KEYS, dim).to(dtype) for dim in (48, 40))
     keep = torch.rand(1, heads, queries, KEYS) < torch.linspace(0.02, 1, heads)[:, None, None]
     keep[:, 3, 1], keep[:, 7, :, 64:1100] = False, False  # a row that sees no key; tiles that are not listed
-    with threads(1):
+    with on_threads(1):
         whole = attend_state(q, k, v, mask=TensorMask(keep), backend=engine)
     for b, h in [(0, 0), (1, 3), (2, 5), (3, 7), (3, 9)]:
         kv, own = h // (heads // kv_heads), TensorMask(keep[:, h : h + 1])
@@ -171,7 +159,7 @@ def test_a_nan_that_all_see_is_seen_beside_a_hidden_one_in_the_same_block(engine
     q, k, v = torch.randn(3, 2, 8, 128, 64).to(dtype)
     v[:, :, :3] = v[:, :, 100] = torch.nan
     shown = (torch.arange(128) >= 3) & ((torch.arange(128)[:, None] < 64) | (torch.arange(128) >= 64))
-    with threads(1):
+    with on_threads(1):
         out = attend(q, k, v, mask=TensorMask(shown), backend=engine)
         alone = attend(q[:1, :1], k[:1, :1], v[:1, :1], mask=TensorMask(shown), backend=engine)
     assert out.isnan().all()
@@ -185,7 +173,7 @@ def test_threads_change_nothing(engine: str, dtype: torch.dtype, queries: int):
 
     def gradients(number: int) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in (q[:, :, -queries:], k, v)]
-        with threads(number):
+        with on_threads(number):
             out = attend(*leaves, mask=Causal(), sink=torch.zeros(6), backend=engine)
             return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 

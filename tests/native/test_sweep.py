@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window, attend
+from regard.bench.rounds import on_threads
 from regard.calls import observe_calls
 from regard.inspect import Weights
 from regard.inspect.sweep import Sweep, by_native, by_torch
 from tests.native.engines import ALL, LEAST_AND_BEST, PLAIN
 from tests.native.interrupted import seconds_to_end
 from tests.native.test_kernels import cases
-from tests.native.test_same_bits import threads
 from tests.oracle import Case
 from tests.selection import examples
 
@@ -123,7 +123,7 @@ def test_threads_change_nothing(engine: str, dtype: torch.dtype):
     weights, along = weights_of(q, k, mask=Causal()), torch.randn(1, 2, 1153)
 
     def swept(number: int) -> Sweep:
-        with threads(number):
+        with on_threads(number):
             return by_native.swept(weights, 100, along, isa=ISAS[engine])
 
     one = swept(1)

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard import ProblemError, RefusalError, native
+from regard.bench.rounds import on_threads
 from regard.override import decide, switch
-from tests.native.test_same_bits import threads
 from tests.override.of_torch import of_size, qkv, reasons, with_math
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
@@ -497,15 +497,11 @@ def test_few_queries_are_run_where_they_are_faster(
     monkeypatch.setattr(decide, "native", SimpleNamespace(isas=lambda: (*here, best)))
     batch, heads, queries, keys = sizes
     q, k = of_size(batch, heads, queries, 64, dtype=dtype), of_size(batch, heads, keys, 64, dtype=dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_threads(1):
         theirs = F.scaled_dot_product_attention(q, k, k)
         assert reasons(lambda: F.scaled_dot_product_attention(q, k, k)) == [why]
         with regard.everywhere():
             ours = F.scaled_dot_product_attention(q, k, k)
-    finally:
-        torch.set_num_threads(before)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
@@ -526,7 +522,7 @@ def test_training_with_few_queries_is_torchs_unless_there_are_many_keys(
     batch, heads, queries, dim, keys = sizes
     q = of_size(batch, heads, queries, dim, requires_grad=learns)
     k = of_size(batch, heads, keys, dim, requires_grad=learns)
-    with threads(1):
+    with on_threads(1):
         assert reasons(lambda: F.scaled_dot_product_attention(q, k, k)) == [why]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import native
-from tests.native.test_same_bits import threads
+from regard.bench.rounds import on_threads
 from tests.override.programs import PROGRAMS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
@@ -26,7 +26,7 @@ def in_float64(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "gradients"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gives_torchs_results(name: str, how: str):
-    with threads(1):  # with more the calls of these programs are small, and run by torch
+    with on_threads(1):  # with more the calls of these programs are small, and run by torch
         gives_torchs_results(name, how)
 
 
@@ -35,7 +35,7 @@ def test_a_program_gives_torchs_results(name: str, how: str):
     [name if name in COMPILED else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS],
 )
 def test_a_compiled_program_gives_torchs_results(name: str):
-    with threads(1):
+    with on_threads(1):
         gives_torchs_results(name, "compiled")
 
 

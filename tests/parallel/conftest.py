@@ -1,9 +1,10 @@
-"""Two and four processes, started once for all tests here."""
+"""Groups of processes: two and four that are started once for all tests here, and this one alone."""
 
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.parallel.workers import Workers, workers
 
@@ -26,3 +27,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
 def four(tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
     with workers(4, tmp_path_factory.mktemp("four")) as made:
         yield made
+
+
+@pytest.fixture
+def alone() -> Generator[None]:
+    """A group of this process alone."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

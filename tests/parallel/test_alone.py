@@ -1,7 +1,7 @@
 """What one process shows: a group of one rank, errors that name what to do, compiled functions."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -34,14 +34,6 @@ from regard.parallel import (
 from regard.parallel.context import Shard as ContextShard
 from regard.parallel.ranks import Ranks
 from tests.parallel.comparing import some
-
-
-@pytest.fixture
-def alone() -> Generator[None]:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def qkv() -> list[Tensor]:

@@ -1,11 +1,10 @@
 """Calls in `context_parallel` that one rank shows: what is refused by name, positions, empty batches."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -33,13 +32,7 @@ from regard.parallel import context_parallel, ring_attend, ulysses_attend
 from tests.integrate.writing import on_regard
 from tests.integrate.zoo import tokens
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Generator[None]:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def several(x: Tensor, is_training: bool) -> Tensor:

@@ -1,12 +1,10 @@
 """Models of transformers that count positions, or look for packed sequences, in a way of their own: on one rank."""
 
 import inspect
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from regard import RefusalError
 from regard.integrate import use_regard
@@ -22,12 +20,7 @@ OF_DISTILBERT = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
 OF_GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Generator[None]:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def make(name: str, config: str, **more: Any) -> Any:

@@ -8,14 +8,11 @@ from regard import ProblemError
 from regard.cache import Codec, Fp8, Int4, Int8
 from regard.storage.codec import Codes, code_bytes, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
+from tests.stored import normal
 
 CODECS = (Int8(), Int4(), Fp8(), Int4(group=16), Int8(group=48))
 STEP = {"int8": 0.5 / 127, "int4": 0.5 / 15, "fp8": 2**-4}
 """The largest error, as a share of the range of a group: half a step; of e4m3, half of the last of 3 bits."""
-
-
-def normal(*sizes: int, seed: int = 0) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
 
 
 def tiled(x: Tensor, codec: Codec, *, per_token: bool = False) -> Tensor:

@@ -8,18 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from regard import ProblemError, attend
 from regard.cache import Contiguous, Int4, Int8, Latent, Paged, Rolling, StoredTensor
 from regard.storage.codec import Codec, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Part
-from tests.stored import coded, paged, plain
-
-
-def normal(*sizes: int, seed: int = 0) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
+from tests.stored import coded, normal, paged, plain
 
 
 @settings(max_examples=40)

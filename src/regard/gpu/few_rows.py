@@ -250,7 +250,8 @@ def _run(
     for careful in (False, True) if flagged else (False,):
         with started(i.q.device):
             _SPAN[(programs,)](
-                i.q, *into, flags, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
+                i.q, *into, flags, *_addresses(k, nothing), *_addresses(v, nothing), *i.q.stride()[:3],
+                *biases(i, nothing),
                 nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
                 pair.begin, k.tokens, nothing if union is None else union, *_shown(seen.shown, nothing),
                 tiles.kinds, tiles.kinds.shape[1], tiles.words,
@@ -320,15 +321,8 @@ def _blocks(i: Inputs, t: Tokens, rows: int) -> SpanBlocks:
     return cut._replace(blocks=Blocks(min(64, padded(rows)), 32, 32, warps=cut.blocks.warps, stages=1)) if cpu else cut
 
 
-def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:
-    """Addresses and strides of keys: tokens of plain ones, 16 tokens of codes."""
-    data, scale = part.data, part.scale
-    steps = (0, 0, 0) if scale is None else scale.stride()[:3]
-    scales = (nothing if scale is None else scale, nothing if part.zero_point is None else part.zero_point)
-    return data, *data.stride()[:3], *scales, *steps, *_table(part, nothing)
-
-
-def _values(part: Part, nothing: Tensor) -> tuple[Any, ...]:
+def _addresses(part: Part, nothing: Tensor) -> tuple[Any, ...]:
+    """Addresses and strides of keys, or of values: tokens of plain ones; of codes, rows of a token or of 16 tokens."""
     data, scale = part.data, part.scale
     steps = (0, 0, 0) if scale is None else scale.stride()[:3]
     scales = (nothing if scale is None else scale, nothing if part.zero_point is None else part.zero_point)
