@@ -10,6 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
 
+OF_TORCH = F.scaled_dot_product_attention
+"""torch's own, from before regard is turned on."""
+
 
 def of_size(*sizes: int, **options: Any) -> Tensor:
     return torch.randn(*sizes, **options)
