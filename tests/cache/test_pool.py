@@ -547,3 +547,14 @@ def test_ids_of_a_prompt_may_be_integers_of_numpy_and_no_bools():
     for wrong in ([True] * 9, np.ones(9, dtype=bool), np.arange(9.0), np.arange(18).reshape(9, 2), ["7"], 7):
         with pytest.raises(ProblemError, match="expected the ids of a prompt, whole numbers"):
             pool.sequence(wrong)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("rows", [[2], [-1], [1, 0, 2], [0.0]], ids=str)
+def test_rows_that_are_no_indices_of_sequences_are_refused_and_nothing_is_changed(rows: list[Any]):
+    pool = PagePool(page=4)
+    sequences = [pool.sequence(), pool.sequence()]
+    pool.append(sequences, *tokens_of(5, rows=2))
+    with pytest.raises(ProblemError, match="select"):
+        pool.select(sequences, rows)
+    assert [len(one) for one in sequences] == [5, 5]
+    pool.append(sequences, *tokens_of(1, rows=2))

@@ -161,7 +161,12 @@ class PagePool:
         return append_tokens(storage, sequences, k, v, ids) if stored is None else stored
 
     def select(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
-        """`sequences[row]` for each row of `rows`: a repeated sequence is forked, a sequence not in `rows` is freed."""
+        """`sequences[row]` for each row of `rows`: a repeated sequence is forked, a sequence not in `rows` is freed.
+
+        Raises:
+            ProblemError: a row is no index of a sequence; then nothing was changed.
+        """
+        rows = _checked_rows(rows, len(sequences))
         chosen, kept = self.chosen(sequences, rows), set(rows)
         for row, sequence in enumerate(sequences):  # last: it cannot be undone
             if row not in kept:
@@ -244,6 +249,13 @@ def _check_sequences(storage: PageStorage, sequences: list[Sequence]) -> None:
         sequence.check_usable()
     if len(set(sequences)) < len(sequences):
         raise ProblemError("one sequence is in two rows: sequence.fork() makes another with the same tokens.")
+
+
+def _checked_rows(rows: Iterable[int], count: int) -> list[int]:
+    chosen = [whole(row, "a row of select", "sequences") for row in rows]
+    if any(not 0 <= row < count for row in chosen):
+        raise ProblemError(f"select({chosen}): expected indices of the sequences 0 to {count - 1}.")
+    return chosen
 
 
 def _prompt_ids(tokens: object) -> list[int]:
