@@ -372,7 +372,9 @@ def test_observers_that_have_ended_change_nothing_in_a_copied_context():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda call: call.out[:, :1], lambda call: call.out.double()], ids=["shape", "type"]
+    "change",
+    [lambda call: call.out[:, :1], lambda call: call.out.double(), lambda call: 3],
+    ids=["shape", "type", "a number"],
 )
 def test_a_change_of_another_shape_or_type_is_an_error(change):
     q = torch.randn(1, 2, 3, 7)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -236,9 +237,10 @@ def pass_to_observers(observers: Observers, request: Request, plan: Plan, operan
 
 
 def _fitting(out: Tensor, before: Tensor) -> Tensor:
-    if out.shape != before.shape or out.dtype != before.dtype:
+    is_tensor = isinstance(cast(object, out), Tensor)
+    if not is_tensor or out.shape != before.shape or out.dtype != before.dtype:
+        given = f"{list(out.shape)} {out.dtype}" if is_tensor else type(out).__name__
         raise ProblemError(
-            f"an output was replaced by {list(out.shape)} {out.dtype}: expected {list(before.shape)} {before.dtype}, "
-            "as `call.out` is."
+            f"an output was replaced by {given}: expected {list(before.shape)} {before.dtype}, as `call.out` is."
         )
     return out
