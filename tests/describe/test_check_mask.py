@@ -321,6 +321,17 @@ def test_what_is_no_mask_is_refused():
         check_mask(torch.ones(2, 2), queries=2, keys=2)  # pyright: ignore[reportArgumentType]
 
 
+class Unregistered(Mask):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+
+@pytest.mark.parametrize("mask", [Unregistered(), Unregistered() & Causal()], ids=repr)
+def test_a_mask_without_spec_is_refused_as_in_a_call(mask: Mask):
+    with pytest.raises(ProblemError, match=r"^mask is or contains Unregistered, a class that is not registered"):
+        check_mask(mask, queries=2, keys=2)
+
+
 @spec
 class WithoutBounds(Mask):
     def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:

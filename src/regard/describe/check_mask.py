@@ -24,6 +24,7 @@ from regard.describe.mask import (
     kept_pairs,
     marked,
 )
+from regard.describe.not_a_spec import unregistered
 from regard.describe.serialized import deserialize
 from regard.describe.spec import bound_to
 from regard.describe.whole_number import whole
@@ -70,13 +71,16 @@ def check_mask(
         seed: of the random rectangles.
 
     Raises:
-        ProblemError: the mask is wrong, with the rectangle and the pair; or it does not fit the call.
+        ProblemError: the mask is wrong, with the rectangle and the pair; its class lacks `@spec`; or it does not fit
+            the call.
 
     >>> from regard import Causal, Window, check_mask
     >>> check_mask(Causal() & Window(5), queries=40, keys=60)
     """
     if not isinstance(cast(object, mask), Mask):
         raise ProblemError(f"check_mask takes a mask, and got {type(mask).__name__}.")
+    if not mask.is_registered():
+        raise unregistered("mask", mask)
     queries, keys = whole(queries, "queries", least=1), whole(keys, "keys", least=1)
     batch, heads = whole(batch, "batch", "batch rows", least=1), whole(heads, "heads", "heads", least=1)
     first = keys - queries if offset is None else whole(offset, "offset")

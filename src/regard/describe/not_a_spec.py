@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.describe.spec import Spec
 from regard.describe.suggestions import mask_for, mask_names
+from regard.errors import ProblemError
 
 
 def received(value: object) -> str:
@@ -53,6 +54,15 @@ def instead(value: object, kind: str) -> str:
     if kind == "score":
         return "omit it for the dot product, or see regard.scores"
     return _instead_of_mask(value) if kind == "mask" else _instead_of_bias(value)
+
+
+def unregistered(name: str, given: Spec) -> ProblemError:
+    """The error of a spec that is or contains one of a class without `@spec`. `name` says what takes it."""
+    kind = cast("type[Spec]", given.unregistered())
+    return ProblemError(
+        f"{name} is or contains {kind.__name__}, a class that is not registered: decorate it with @spec "
+        "(regard.extend.spec)."
+    )
 
 
 def _listed(value: "list[object] | tuple[object, ...]", kind: str) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
-from regard.describe.not_a_spec import instead, received
+from regard.describe.not_a_spec import instead, received, unregistered
 from regard.describe.score import Score
 from regard.describe.spec import Spec
 from regard.describe.tensors import is_without_data
@@ -141,11 +141,7 @@ def _check_spec(name: str, given: Spec | None) -> None:
     if given is None:
         return
     if not given.is_registered():
-        kind = cast("type[Spec]", given.unregistered())
-        raise ProblemError(
-            f"{name} is or contains {kind.__name__}, a class that is not registered: decorate it with @spec "
-            "(regard.extend.spec)."
-        )
+        raise unregistered(name, given)
     for t in given.tensors():
         check_readable(f"a tensor in {name}", t)
         if isinstance(given, Mask):
