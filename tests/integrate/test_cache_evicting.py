@@ -460,3 +460,21 @@ def test_an_attention_that_tells_nothing_is_found_out(words: dict[str, Any]):
     layer.crop(-5)
     layer.update(k, k)
     assert layer.get_seq_length() == 5
+
+
+def test_dropout_drops_weights_of_a_padded_batch_too():
+    m = copy.deepcopy(model("llama")).train()
+    m.config.attention_dropout = 0.5
+    for layer in m.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    use_regard(m)
+    ids = tokens(2, 13)
+
+    def run() -> Tensor:
+        cache = regard_cache(m, evict=Knorm(9))
+        with torch.no_grad():
+            return m(ids, attention_mask=padding("left"), **with_cache(cache)).logits
+
+    assert not torch.equal(run(), run())
+    m.eval()
+    assert torch.equal(run(), run())

@@ -136,7 +136,7 @@ def _attention(
         _check_bias(layer, more.position_bias)
         if layer.is_padded(given):
             _check_weights(layer, more.wants_weights)
-            return _by_row(module, layer, query, given, options, is_unchanged), None
+            return _by_row(module, layer, query, given, options | {"dropout": more.dropout}, is_unchanged), None
         given = layer.mask_for(given, query.shape[2], keys)
     keep, bias, offset = _mask_and_bias(module, query.shape[2], keys, given, more)
     if query.shape[0] == 1 < batch:  # one set of learned queries for all rows
