@@ -1,7 +1,10 @@
 """A pool whose sequences are used in several threads, each sequence in one of them."""
 
+import os
 import pickle
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
@@ -106,6 +109,34 @@ def test_caches_of_several_threads_share_a_pool():
 
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(serve, range(6)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_process_that_is_forked_while_a_thread_changes_pages_can_use_the_pool():
+    pool, is_inside = PagePool(page=4), Event()
+    row, k = pool.sequence(), tokens_of(9, 0)
+    pool.append([row], k, k)
+
+    def change() -> None:
+        with pool.storage.exclusive:
+            is_inside.set()
+            time.sleep(0.1)
+
+    other = Thread(target=change)
+    other.start()
+    is_inside.wait()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)  # ends the process where it waits for a lock that no thread of it has
+        tokens = 1
+        try:
+            tokens = len(pool.sequence().fork())
+        finally:
+            os._exit(tokens)
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_pool_can_be_pickled_and_used_in_threads_again():

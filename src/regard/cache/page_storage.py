@@ -6,6 +6,7 @@ as its position in one list, parents first.
 """
 
 import math
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -24,6 +25,10 @@ from regard.storage.codec import Codec
 
 MIN_TOKENS = 64
 """Tokens that memory is allocated for at first, and at least."""
+
+_lock = threading.RLock()  # the garbage collector may free a sequence, of any pool, in a thread that has the lock
+if hasattr(os, "register_at_fork"):  # a forked process gets no lock of another thread, and no half-changed pages
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class PageStorage:
@@ -58,13 +63,12 @@ class PageStorage:
         self.tables: WeakSet[BlockTable] = WeakSet()
         self.plain_memory: PlainPageMemory
         self.coded_memory: CodedPageMemory | None = None
-        self._lock = threading.RLock()  # a sequence may be freed by the garbage collector while its thread has the lock
 
     def __getstate__(self) -> dict[str, Any]:
         """Pages, tree and block tables as indices."""
         with self.exclusive:
-            tables, others = list(self.tables), ("plain", "coded", "root", "_lock")
-            state = {name: value for name, value in self.__dict__.items() if name not in others}
+            tables = list(self.tables)
+            state = {name: value for name, value in self.__dict__.items() if name not in ("plain", "coded", "root")}
             return state | {"tables": tables, "indices": to_indices(self.plain, self.coded, self.root, tables)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,12 +76,11 @@ class PageStorage:
         self.__dict__.update(state)
         self.tables = WeakSet(tables)
         self.plain, self.coded, self.root = from_indices(indices, tables)
-        self._lock = threading.RLock()
 
     @property
     def exclusive(self) -> AbstractContextManager[Any]:
-        """Inside of it no other thread reads or changes the pages; nothing in a graph of `torch.compile`."""
-        return nullcontext() if torch.compiler.is_compiling() else self._lock
+        """Inside of it no other thread reads or changes pages; nothing in a graph of `torch.compile`."""
+        return nullcontext() if torch.compiler.is_compiling() else _lock
 
     @property
     def used(self) -> int:
