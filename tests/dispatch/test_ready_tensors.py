@@ -234,6 +234,14 @@ def test_a_table_whose_memory_was_freed_goes_the_long_way() -> None:
     assert _ready(q, k, v, mask=TensorMask(freed)) is None
 
 
+def test_a_table_of_more_rows_than_the_library_lists_goes_the_long_way() -> None:
+    q, (k, v) = torch.randn(257, 257, 1, 8), (torch.randn(257, 1, 3, 8) for _ in range(2))
+    for _ in range(2):
+        keep = _hidden(257, 257, 1, 3)
+        expected = attend(q, k, v, mask=TensorMask(keep), backend="reference")
+        assert torch.allclose(attend(q, k, v, mask=TensorMask(keep)), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "mask_of",
     [

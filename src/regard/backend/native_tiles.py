@@ -72,13 +72,13 @@ class Tiles(NamedTuple):
             table: bool, broadcastable to [batch, heads, queries, keys]; axes of size 1 broadcast.
 
         Returns:
-            None where the table has no memory.
+            None where the table has no memory, or the library does not list so many.
         """
-        if not (address := table.data_ptr()):
-            return None
         sizes, strides = (1,) * (4 - table.ndim) + tuple(table.shape), (0,) * (4 - table.ndim) + table.stride()
         batch, head, row, key = (0 if size == 1 else step for size, step in zip(sizes, strides, strict=True))
         maps = sizes[0] if batch else 1, sizes[1] if head else 1
+        if not (address := table.data_ptr()) or maps[0] * maps[1] * queries > QUERIES:
+            return None
         rows = -(-queries // 64)
         return *maps, self.intervals, self.number, offset, address, batch, head, row, key, rows, *NO_LISTS
 
