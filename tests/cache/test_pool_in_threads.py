@@ -5,15 +5,17 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, Thread
+from threading import Event, RLock, Thread
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from regard.cache import KVCache
+from regard.cache import KVCache, page_storage
+from regard.cache.batch_table import BatchTable
 from regard.cache.page_storage import PageStorage
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
@@ -58,6 +60,56 @@ def test_pages_that_one_thread_made_room_for_are_not_taken_by_another(monkeypatc
     other.join()
     assert torch.equal(stored.dense(), k)
     assert torch.equal(pool.append([second], k[:, :, :0], k[:, :, :0])[0].dense(), 2 * k)
+
+
+class _Handover:
+    """A lock; when an error leaves it for the first time, another thread runs at once."""
+
+    def __init__(self, other: Callable[[], object]) -> None:
+        self.lock, self.depth, self.other = RLock(), 0, [other]
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        self.lock.release()
+        if error[0] is not None and not self.depth and self.other:
+            thread = Thread(target=self.other.pop())
+            thread.start()
+            thread.join()
+
+
+def test_pages_of_an_append_that_failed_are_given_back_before_another_thread_takes_any(monkeypatch: pytest.MonkeyPatch):
+    """Its plain pages were released, as their tokens became codes; the other thread takes all that are free."""
+    pool = PagePool(page=16, codec=Int8(residual=16))
+    row, others, k, none = pool.sequence(), list[Sequence](), tokens_of(40, 0), tokens_of(0, 0)
+    pool.append([row], k, k)
+    before = pool.append([row], none, none)[0].dense()
+
+    def take_all() -> None:
+        others.extend(pool.sequence() for _ in pool.storage.plain.free)
+        new = tokens_of(16, 1, len(others))
+        pool.append(others, new, new)
+
+    monkeypatch.setattr(page_storage, "_lock", _Handover(take_all))
+    monkeypatch.setattr(BatchTable, "write", _fail_once(BatchTable.write))
+    with pytest.raises(MemoryError):
+        pool.append([row], k, k)
+    assert others
+    assert torch.equal(pool.append([row], none, none)[0].dense(), before)
+
+
+def _fail_once(write: Callable[..., None]) -> Callable[..., None]:
+    calls = iter([True])
+
+    def failing(*given: Any) -> None:
+        if next(calls, False):
+            raise MemoryError
+        write(*given)
+
+    return failing
 
 
 @pytest.mark.usefixtures("_hurried")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from regard.cache.batch_table import batch_table
+from regard.cache.batch_table import BatchTable, batch_table
 from regard.cache.page_storage import PageStorage
 from regard.cache.pages import Page
 from regard.cache.sequence import Sequence
@@ -66,18 +66,36 @@ def append_tokens(
             batch = batch_table(storage, sequences)
             change, encoded = _prepared(storage, sequences, k, v)
             undo = Undo(storage, sequences)
-            plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
-            if copied:
-                storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
-            batch.change(sequences, plain_entries, coded_entries)
-            batch.write(sequences, k, v)
-            _count_tokens(sequences, k.shape[2], ids)
-            batch.refresh(sequences)
-            return batch.stored()
-    except BaseException:
+            try:
+                return _write(batch, sequences, change, encoded, k, v, ids)
+            except BaseException:  # here, before another thread takes the pages
+                undo.restore()
+                raise
+    except BaseException:  # also Ctrl-C behind the last of these lines
         if undo is not None:
             undo.restore()
         raise
+
+
+def _write(
+    batch: BatchTable,
+    sequences: list[Sequence],
+    change: _Change,
+    encoded: list[Tensor],
+    k: Tensor,
+    v: Tensor,
+    ids: list[list[int]] | None,
+) -> tuple[StoredTensor, StoredTensor]:
+    """`append_tokens` once there is memory; an error may leave a part done."""
+    storage = batch.storage
+    plain_entries, coded_entries, copied = _move_pages(storage, sequences, change, encoded)
+    if copied:
+        storage.plain_memory.copy(*map(list, zip(*copied, strict=True)))
+    batch.change(sequences, plain_entries, coded_entries)
+    batch.write(sequences, k, v)
+    _count_tokens(sequences, k.shape[2], ids)
+    batch.refresh(sequences)
+    return batch.stored()
 
 
 def _prepared(storage: PageStorage, sequences: list[Sequence], k: Tensor, v: Tensor) -> tuple[_Change, list[Tensor]]:
