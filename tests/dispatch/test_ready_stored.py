@@ -283,6 +283,18 @@ def test_what_rows_of_different_lengths_do_not_take_is_refused_as_ever() -> None
     assert _run(_queries(), k, v, KeyLengths(torch.tensor([3, 3]))) is None
 
 
+@pytest.mark.parametrize("lengths", [[21], [21, 39], [21, 38, 5]], ids=str)
+def test_lengths_that_do_not_fit_are_refused_as_ever(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    pool, sequences = _pool_of_rows(20, 37)
+    k, v = pool.append(sequences, *_new(1))
+    wrong = [StoredTensor(t.parts, (2, *t.shape[1:]), t.dtype, torch.tensor(lengths)) for t in (k, v)]
+    for _ in range(2):
+        attend(_queries(), k, v, mask=Causal())
+        with pytest.raises(ProblemError, match="the call has"):
+            attend(_queries(), *wrong, mask=Causal())
+
+
 def test_latents_are_ready() -> None:
     torch.manual_seed(0)
     cache = KVCache(Latent(24), codec=Int8(keys="channel", group=32, residual=32))

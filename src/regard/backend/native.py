@@ -152,7 +152,9 @@ class _Kernel:
     def repeated_over_rows(self, operands: Operands, mask: Mask | None) -> RunWithTensors | None:
         queries = operands.q.shape[2]
         tiles = tiles_beside_table(mask, operands.sizes) if self._repeats_with_tensors(operands) else None
-        return None if tiles is None else self._over_stored(tiles_of_rows(TilesByRow(tiles, queries)), queries)
+        if tiles is None:
+            return None
+        return self._over_stored(tiles_of_rows(TilesByRow(tiles, self.problem.batch, queries)), queries)
 
     def _repeats_with_tensors(self, operands: Operands) -> bool:
         p = self.problem

@@ -170,19 +170,22 @@ class TilesByRow:
 
     Args:
         tiles: of the mask within a row: intervals that are the same for all rows, or none.
+        batch: rows of the calls.
         queries: of the calls.
     """
 
-    def __init__(self, tiles: Tiles, queries: int) -> None:
+    def __init__(self, tiles: Tiles, batch: int, queries: int) -> None:
         edges = tiles.memory[0].tolist() if tiles.number else [*_NONE]
-        self._intervals, self._queries = [edges[i : i + 4] for i in range(0, len(edges), 4)], queries
+        self._intervals = [edges[i : i + 4] for i in range(0, len(edges), 4)]
+        self._batch, self._queries = batch, queries
         self._latest: tuple[tuple[int, ...], int, Tiles] | None = None
 
     def __call__(self, lengths: tuple[int, ...], keys: int) -> Tiles | None:
-        """The tiles of rows of these lengths; None if the library does not list so many."""
+        """The tiles of rows of these lengths; None if these do not fit, or the library does not list so many."""
         if (latest := self._latest) is not None and latest[0] == lengths and latest[1] == keys:  # of another layer
             return latest[2]
-        if not 0 < len(lengths) * self._queries <= QUERIES:
+        fits = len(lengths) == self._batch and max(lengths, default=0) <= keys
+        if not fits or not 0 < self._batch * self._queries <= QUERIES:
             return None
         memory = array("q")
         for length in lengths:
