@@ -10,6 +10,7 @@ from torch import Tensor
 from regard import (
     Alibi,
     Causal,
+    Dilated,
     Documents,
     KeyLengths,
     Mask,
@@ -79,6 +80,7 @@ WORDS: dict[str, Callable[[], dict[str, Any]]] = {
     "an expanded mask": lambda: {"mask": TensorMask(_hidden(1, 1, 1, KEYS).expand(BATCH, HEADS, QUERIES, KEYS))},
     "a transposed mask": lambda: {"mask": (Window(30) | Prefix(2)) & TensorMask(_hidden(KEYS, QUERIES).mT)},
     "a mask of queries": lambda: {"mask": TensorMask(_hidden(QUERIES, 1)), "sink": torch.randn(HEADS)},
+    "a mask and every second key": lambda: {"mask": Dilated(2) & TensorMask(_hidden(BATCH, 1, 1, KEYS))},
     "lengths": lambda: {"mask": Causal() & KeyLengths(torch.tensor([9, 36]))},
     "documents": lambda: {"mask": Causal() & Documents(torch.arange(KEYS) // 8)},
     "a function": lambda: {"mask": MaskFunction(lambda b, h, q, k: (q - k) % 3 != 1)},
@@ -121,8 +123,8 @@ def test_a_mask_that_was_written_to_is_another_one(name: str) -> None:
     _check(q, k, v, **words)
 
 
-@pytest.mark.parametrize("name", ["lengths", "documents"])
-def test_lengths_and_documents_that_were_written_to_are_others(name: str) -> None:
+@pytest.mark.parametrize("name", ["lengths", "documents", "a mask and every second key"])
+def test_masks_that_are_known_by_their_content_and_were_written_to_are_others(name: str) -> None:
     (q, k, v), words = _tensors(), WORDS[name]()
     attend(q, k, v, **words)
     _check(q, k, v, **words)

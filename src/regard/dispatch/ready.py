@@ -109,15 +109,15 @@ def run(
     if has_rows and offset is not None:  # an error
         return _LONG
     if bias is not None or sink is not None or has_rows or (mask is not None and constant is None):
-        table = None
-        if mask is not None and constant is None and (found := parted(mask, q, k)) is not None:
-            mask, table = found
-            constant = None if mask is None else mask.constant()
+        table, content = None, mask if constant is None else None
+        if content is not None and (found := parted(content, q, k)) is not None:
+            rest, table = found
+            constant = None if rest is None else rest.constant()
         call = _key(q, k, v, constant, scale, softcap, backend) if q.is_cpu else None
         key = None if call is None or call[_LEARNS] else key_of(call, q, k.shape[2], has_rows, table, bias, sink)
         if key is None:
             return _LONG
-        return key, ready_tensors.run(key, q, k, v, mask if constant is None else None, offset, table, bias, sink)
+        return key, ready_tensors.run(key, q, k, v, content, offset, table, bias, sink)
     # A nested tensor would end the process in torch's guard.
     if kind is Tensor and not (q.is_nested or k.is_nested or v.is_nested):
         for call, is_like, bound in _last:

@@ -6,7 +6,7 @@ of the call without them, and
 - of a bias: which of its axes broadcast, and its type. Only `TensorBias` and `Alibi` are ready, each alone;
 - of a sink: its type;
 - of a table, that is, a `TensorMask` alone or with a constant mask (`&`): which of its axes broadcast. The library
-  reads its elements in each call, so that they may change.
+  reads its elements in each call, so that they may change, where the constant mask has intervals (`Dilated` has none).
 
 Of another mask with tensors or functions, tiles depend on the content, and mostly on the number of keys and on the
 offset. So under each key calls are kept by these. The content is read in each call, but only where a call with that key
@@ -42,6 +42,8 @@ TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 _Part: TypeAlias = tuple[Any, ...]
 
+_Constants: TypeAlias = tuple[Fingerprint | None, ...]
+
 _NONE: _Part = ()
 
 
@@ -68,7 +70,7 @@ class _Ready(NamedTuple):
 
     plan: "ref[Plan]"
     run: RunWithTensors
-    constants: tuple[Fingerprint | None, ...]
+    constants: _Constants
 
 
 _Mask: TypeAlias = tuple[Fingerprint, int | None, int | None]
@@ -152,13 +154,13 @@ def run(
     """The output of a call that is ready, else None.
 
     Args:
-        mask: one that is neither constant nor has a table, else None.
+        mask: one that is not constant, else None.
     """
     keys = k.shape[2]
+    if table is not None and (found := _ready.get(key, {}).get(None)) is not None and found.plan() is not None:
+        return found.run(q, k, v, keys, offset, table.bools, bias, sink)
     found = _known(key, keys, mask, offset)
-    return (
-        None if found is None else found.run(q, k, v, keys, offset, None if table is None else table.bools, bias, sink)
-    )
+    return None if found is None else found.run(q, k, v, keys, offset, None, bias, sink)
 
 
 def bind(key: TensorsKey, keys: int, mask: Mask | None, offset: int | None) -> Bound | None:
@@ -201,13 +203,17 @@ def keep(
     sizes, kernel = operands.key, plan.kernel
     if sizes is None or not hasattr(kernel, "repeated_with_tensors"):  # `isinstance` of a protocol takes 15 us
         return
-    if key.has_rows or key.table:
-        _keep_for_all_sizes(key, mask, bias, plan, operands)
+    is_constant = mask is not None and mask.constant() is not None
+    rest = mask if is_constant else _constant_part(mask) if key.table else None
+    constants = None if rest is None else rest.constant(), None if bias is None else bias.constant()
+    if key.has_rows and (mask is None or is_constant):
+        _keep_for_all_sizes(key, rest, constants, plan, operands)
+    if key.has_rows or (key.table and _keep_for_all_sizes(key, rest, constants, plan, operands)):
         return
-    content, constant = sizes.mask, None if mask is None else mask.constant()
+    content = sizes.mask
     if content is not None and not (content.is_registered and content.is_cacheable):
         return
-    if constant is not None:
+    if is_constant:
         content = None  # its address is in the key
     alike = _ready.get(key, {})
     known = _of_content(alike, content, sizes.keys, offset)
@@ -217,22 +223,33 @@ def keep(
         return
     keys, start = (None, None) if again.is_for_all_sizes else (sizes.keys, offset)
     by_mask = None if content is None else (content, keys, start)
-    _put(key, by_mask, _Ready(ref(plan), again.run, (constant, None if bias is None else bias.constant())))
+    _put(key, by_mask, _Ready(ref(plan), again.run, constants))
 
 
-def _keep_for_all_sizes(key: TensorsKey, mask: Mask | None, bias: Bias | None, plan: Plan, operands: Operands) -> None:
-    """Keep a call with a table, or over rows of different lengths: the number of keys and the offset may differ."""
-    parts = (None, []) if mask is None else _constant_and_tables(mask)
+def _constant_part(mask: Mask | None) -> Mask | None:
+    """What a mask has besides tables."""
+    parts = None if mask is None else _constant_and_tables(mask)
+    return None if parts is None else parts[0]
+
+
+def _keep_for_all_sizes(
+    key: TensorsKey, rest: Mask | None, constants: _Constants, plan: Plan, operands: Operands
+) -> bool:
+    """Keep a call with a table, or over rows of different lengths: the number of keys and the offset may differ.
+
+    Returns:
+        Whether it is kept; not where the constant part of the mask has no intervals.
+    """
     known = _ready.get(key, {}).get(None)
-    if parts is None or (known is not None and known.plan() is plan):
-        return
-    rest, kernel = parts[0], cast(KernelWithTensors, plan.kernel)
-    constant = None if rest is None else rest.constant()
-    if constant is not None and not constant.is_registered:
-        return
+    if known is not None and known.plan() is plan:
+        return True
+    if constants[0] is not None and not constants[0].is_registered:
+        return False
+    kernel = cast(KernelWithTensors, plan.kernel)
     run = kernel.repeated_over_rows(operands, rest) if key.has_rows else kernel.repeated_with_table(operands, rest)
     if run is not None:
-        _put(key, None, _Ready(ref(plan), run, (constant, None if bias is None else bias.constant())))
+        _put(key, None, _Ready(ref(plan), run, constants))
+    return run is not None
 
 
 def _put(key: TensorsKey, by_mask: _Mask | None, found: _Ready) -> None:
