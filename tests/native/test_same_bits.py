@@ -120,9 +120,7 @@ def test_few_rows_have_the_bits_of_a_prompt(engine: str, dtype: torch.dtype, row
     keep = torch.ones(1, 1, 1, keys, dtype=torch.bool)
     for hidden in (slice(300), slice(700, 705), slice(1408, 1536)):  # blocks are seen whole from 384, 768 and 1,536 on
         keep[..., hidden] = False
-    most = (
-        torch.rand(65, keys) < 0.7
-    )  # blocks of which a row does not see some keys, and few rows none of some sixteens
+    most = torch.rand(65, keys) < 0.7  # each row sees most keys of a block, and none of some sixteens
     most &= (torch.rand(65, keys // 16 + 1) < 0.8).repeat_interleave(16, 1)[:, :keys]
     for mask in (
         Causal(),
