@@ -206,9 +206,11 @@ def keep(
     is_constant = mask is not None and mask.constant() is not None
     rest = mask if is_constant else _constant_part(mask) if key.table else None
     constants = None if rest is None else rest.constant(), None if bias is None else bias.constant()
-    if key.has_rows and (mask is None or is_constant):
-        _keep_for_all_sizes(key, rest, constants, plan, operands)
-    if key.has_rows or (key.table and _keep_for_all_sizes(key, rest, constants, plan, operands)):
+    if key.has_rows:
+        if mask is None or is_constant:
+            _keep_for_all_sizes(key, rest, constants, plan, operands)
+        return
+    if key.table and _keep_for_all_sizes(key, rest, constants, plan, operands):
         return
     content = sizes.mask
     if content is not None and not (content.is_registered and content.is_cacheable):
