@@ -73,10 +73,11 @@ class Row {
           count_(int(most(schedule_.interval_count, 1))),
           table_(c, row / schedule_.rows, first_, queries_) {
         const int64_t map = schedule_.table.data ? 0 : row / schedule_.rows;
-        const regard_interval *const all = schedule_.interval_count ? schedule_.intervals + map * count_ : &EVERYWHERE;
+        const regard_interval *const edges =
+            schedule_.interval_count ? schedule_.intervals + map * count_ : &EVERYWHERE;
         const int64_t q1 = q0_ + queries_ - 1;
         for (int i = 0; i < count_; ++i) {
-            const regard_interval &x = all[i];
+            const regard_interval &x = edges[i];
             const regard_interval &near = near_[i] = {within(x.left, -FAR, FAR), within(x.right, -FAR, FAR),
                                                       within(x.start, -FAR, FAR), within(x.stop, -FAR, FAR)};
             reached_[i] = {low(near, q0_) / TILE, (high(near, q1) + TILE - 1) / TILE};

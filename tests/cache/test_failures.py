@@ -6,9 +6,11 @@ Memory is refused at each allocation of a call in turn, wherever torch makes one
 import copy
 import gc
 import itertools
+import linecache
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, Self
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, ProblemError, Rope
-from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
+from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV, page_storage
 from regard.cache.evict import Eviction
 from regard.cache.page_memory import PlainPageMemory
 from regard.cache.pages import Page, PageAllocator
@@ -148,7 +150,11 @@ def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(nam
 
 
 class Interrupt:
-    """Ctrl-C before the n-th line that a call runs in the files of caches; counts these lines."""
+    """Ctrl-C before the n-th line that a call runs in the files of caches; counts these lines.
+
+    Not at a `with` or `try`: these lines also come between a context and what it guards, where Python handles no
+    signal, and a lock would never be released.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.count, self._before = at, 0, sys.gettrace()
@@ -168,12 +174,25 @@ class Interrupt:
         return self._line if is_seen else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
+        if event == "line" and not _is_guard(frame):
             self.count += 1
             if self.count == self.at:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
+
+
+def _is_guard(frame: FrameType) -> bool:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_waits() -> Generator[None]:
+    """Nobody holds the lock of the pools after a call that failed: other threads would wait forever."""
+    yield
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(page_storage._lock.acquire, timeout=1).result()  # pyright: ignore[reportPrivateUsage]
+        other.submit(page_storage._lock.release).result()  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(

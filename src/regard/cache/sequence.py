@@ -1,6 +1,8 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -88,8 +90,8 @@ class Sequence(BlockTable):
                 self.storage.count_references()
                 raise
 
-    def __del__(self) -> None:
-        if hasattr(self, "is_freed"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "is_freed") and not is_finalizing():  # a default, as globals are None by then
             self.free()
 
     def crop(self, tokens: int) -> None:

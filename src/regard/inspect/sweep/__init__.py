@@ -61,12 +61,20 @@ def sweep(
             f"along is {list(along.shape)}: expected values of each key, [batch or 1, m, keys] = "
             f"[{batch} or 1, m, {keys}]."
         )
-    if along is not None and not bool(along.isfinite().all()):
+    if along is not None and (along.is_cuda or not bool(along.isfinite().all())):  # on a GPU nothing is read
         return _of_seen(weights, picture, along, tick)
+    return _swept(weights, picture, along, tick)
+
+
+def _swept(
+    weights: Weights, picture: int | None, along: Tensor | None, tick: Callable[[], None] | None
+) -> Sweep:  # fmt: skip
+    """The sweep, with values that are finite."""
     implementation = by_native if by_native.takes(weights) else by_triton if by_triton.takes(weights) else by_torch
     parts = weights.by_start()  # the compiled sweeps take one position of the first query
     if len(parts) == 1:
         return implementation.swept(weights, picture, along, tick)
+    batch = weights.shape[0]
     vectors = [None] * batch if along is None else along.expand(batch, -1, -1).split(1)
     return _joined([implementation.swept(*one, tick) for one in zip(parts, [picture] * batch, vectors, strict=True)])
 
@@ -75,7 +83,7 @@ def _of_seen(weights: Weights, picture: int | None, along: Tensor, tick: Callabl
     """The sweep where some values are not finite, as the norms of padding may be: only rows that see them get NaN."""
     fine = along.isfinite()
     vectors = torch.cat([along.where(fine, 0.0), (~fine).to(along.dtype)], dim=1)
-    found = sweep(weights, picture=picture, along=vectors, tick=tick)
+    found = _swept(weights, picture, vectors, tick)
     means, reached = cast(Tensor, found.along).chunk(2, dim=-1)
     return replace(found, along=means.where(reached == 0, torch.nan))
 
