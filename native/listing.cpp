@@ -25,7 +25,7 @@ class Table {
           data_(table_.data + map / c.maps_head * table_.batch + map % c.maps_head * table_.head + first * table_.row) {
     }
 
-    // Writes the bits of `count` keys, up to 64: a word for each key, a bit for each query; 0 for those that follow.
+    // Writes the mask of `count` keys, up to 64, as 64 words: one word per key, one bit per query. The rest are 0.
     void draw(int64_t first, int64_t count, uint64_t *bits) const {
         std::memset(bits, 0, TILE * sizeof *bits);
         const int64_t rows = table_.row ? queries_ : 1;
@@ -86,7 +86,7 @@ class Row {
         }
     }
 
-    // run(from, to) for tiles that are all kept, mixed(tile) for those that may have pairs that are kept; in order.
+    // Calls run(from, to) for FULL tiles and mixed(tile) for tiles that may keep some pairs, in ascending order.
     template <typename Run, typename Mixed>
     void each(Run run, Mixed mixed) const {
         for (int64_t t = 0; t < across_;) {

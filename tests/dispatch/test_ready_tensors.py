@@ -114,7 +114,7 @@ def test_elements_that_change_are_read_anew(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["padding", "causal and padding", "a mask of all pairs"])
-def test_a_mask_that_was_written_to_is_another_one(name: str) -> None:
+def test_a_table_that_was_written_to_is_read_anew(name: str) -> None:
     (q, k, v), words = _tensors(), WORDS[name]()
     attend(q, k, v, **words)
     _check(q, k, v, **words)

@@ -211,7 +211,7 @@ def repeated_with_tensors(
 
 
 TilesOf: TypeAlias = Callable[[StoredTensor, StoredTensor, int], Tiles | None]
-"""The tiles of a call over stored keys and values, of which there are so many; None where it needs another way."""
+"""The tiles of a call, from its stored keys, values and number of keys; None where the call is not repeatable."""
 
 
 def tiles_of_rows(tiles: TilesByRow) -> TilesOf:

@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
             table: bool, broadcastable to [batch, heads, queries, keys]; axes of size 1 broadcast.
 
         Returns:
-            None where the table has no memory, or the library does not list so many.
+            None if the table has no memory, or if the maps have more than `QUERIES` rows together.
         """
         sizes, strides = (1,) * (4 - table.ndim) + tuple(table.shape), (0,) * (4 - table.ndim) + table.stride()
         batch, head, row, key = (0 if size == 1 else step for size, step in zip(sizes, strides, strict=True))
@@ -181,7 +181,7 @@ class TilesByRow:
         self._latest: tuple[tuple[int, ...], int, Tiles] | None = None
 
     def __call__(self, lengths: tuple[int, ...], keys: int) -> Tiles | None:
-        """The tiles of rows of these lengths; None if these do not fit, or the library does not list so many."""
+        """The tiles of a batch with these lengths; None if they do not fit the call, or it has too many rows."""
         if (latest := self._latest) is not None and latest[0] == lengths and latest[1] == keys:  # of another layer
             return latest[2]
         fits = len(lengths) == self._batch and max(lengths, default=0) <= keys

@@ -112,7 +112,7 @@ def parted(mask: Mask, q: Tensor, k: Any) -> tuple[Mask | None, Table] | None:
 
 
 def _constant_and_tables(mask: Mask) -> tuple[Mask | None, list[Tensor]] | None:
-    """The parts of a mask whose pairs are those that all parts keep; None if it has others."""
+    """The constant part and the tables of a conjunction (`And`) of such; None for any other mask."""
     if type(mask) is TensorMask:
         return None if mask.offset is not None else (None, [mask.mask])
     if type(mask) is not And:

@@ -1,7 +1,7 @@
 """Every name that torch keeps private and regard needs: what it is for, and what happens where it is missing.
 
 ```
-missing.py        the look-up of a name, and the list of those that are not there
+missing.py        how a private name is looked up, and the names that this torch lacks
 transforms.py     torch.func and forward-mode differentiation: what is at work, and what it wraps
 tensors.py        tensors of sizes alone, subclasses, lazy zeros, counts of writes, a guard of sizes
 modes.py          dispatch modes, autocast and hooks: what changes operators in a thread

@@ -1,4 +1,4 @@
-"""Tensors: those that torch makes to trace, subclasses, lazy zeros, counts of writes, and a guard of their sizes."""
+"""Tensors: fake and functional ones, subclasses, lazy zeros, version counters, and guards of sizes and types."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -63,7 +63,7 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
     """||X - 1 m^T|| / ||X|| of each matrix of tokens; x [..., tokens, width], the result [...].
 
     Args:
-        rows: bool [..., tokens], which tokens count (exclude padding), or numbers, those that are not 0; None: all.
+        rows: [..., tokens], bool or numbers: tokens with True or a nonzero number count (exclude padding); None: all.
 
     Raises:
         ProblemError: x or rows have another shape.

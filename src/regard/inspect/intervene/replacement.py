@@ -122,7 +122,7 @@ def mean_outputs(
         batches, run: `run(batch)` runs the model on each.
         per_position: whether each position has its own mean. Texts may differ in length: a position's mean is over the
             texts that reach it. With a cache, see `ablated`.
-        rows: for a batch, which of its rows count: bool [batch, queries], or numbers, those that are not 0. None: all,
+        rows: for a batch, [batch, queries], bool or numbers: queries with True or a nonzero number count. None: all,
             including padding.
 
     Raises:
