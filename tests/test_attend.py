@@ -165,6 +165,7 @@ def test_a_watcher_leaves_when_an_error_passes():
     assert not calls
 
 
+@pytest.mark.outside_types
 def test_autocast_is_obeyed_as_torch_obeys_it():
     q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8).bfloat16(), torch.randn(1, 2, 7, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -175,6 +176,7 @@ def test_autocast_is_obeyed_as_torch_obeys_it():
         attend(q, k, v[:, :, :3])
 
 
+@pytest.mark.outside_types
 def test_autocast_leaves_float64_and_integers_what_they_are():
     q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
     expected = attend(q, q, q, mask=Causal())

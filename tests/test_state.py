@@ -120,6 +120,7 @@ def test_attend_folds_the_sink_in_once():
     assert torch.allclose(parts.with_sink(sink), attend(q, k, v, sink=sink), atol=1e-6)
 
 
+@pytest.mark.outside_types
 def test_states_of_other_queries_do_not_merge():
     with pytest.raises(ProblemError, match="same queries"):
         _ = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)) | State(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3))
@@ -130,24 +131,28 @@ def test_states_of_other_queries_do_not_merge():
 
 
 @pytest.mark.parametrize("logits", [3, [0.0]])
+@pytest.mark.outside_types
 def test_the_logits_of_a_sink_are_a_tensor(logits: Any):
     with pytest.raises(ProblemError, match=rf"sink logits are {re.escape(str(logits))}: expected a tensor"):
         State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)).with_sink(logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+@pytest.mark.outside_types
 def test_the_logits_of_a_sink_are_floats(dtype: torch.dtype):
     logits, state = torch.ones(3).to(dtype), State(torch.zeros(1, 3, 2, 1), torch.zeros(1, 3, 2))
     with pytest.raises(ProblemError, match=rf"sink logits are {dtype} \[3\]: expected a tensor of floats"):
         state.with_sink(logits)
 
 
+@pytest.mark.outside_types
 def test_the_logits_of_a_sink_are_strided():
     state = State(torch.zeros(1, 3, 2, 1), torch.zeros(1, 3, 2))
     with pytest.raises(ProblemError, match="sink logits have the layout"):
         state.with_sink(torch.ones(3).to_sparse())
 
 
+@pytest.mark.outside_types
 def test_a_state_of_integers_is_refused():
     right, whole = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2, dtype=torch.int64)
     for state in (State(right[..., None], whole), State(whole[..., None], right)):
@@ -186,6 +191,7 @@ def test_states_and_sinks_are_on_one_device():
         State(here.out, there.lse).with_sink(torch.zeros(1))
 
 
+@pytest.mark.outside_types
 def test_a_state_is_exported_and_mapped():
     class Merge(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, before: State) -> State:
