@@ -279,6 +279,18 @@ def test_a_function_that_is_entered_twice_leaves_once_each():
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(
+    ("enter", "says"),
+    [
+        (observe_calls, r"^observe_calls\(observer=3\): expected a function that takes a Call"),
+        (replace_outputs, r"^replace_outputs\(change=3\): expected a function that takes a Call"),
+    ],
+)
+def test_an_observer_is_a_function(enter: Any, says: str):
+    with pytest.raises(ProblemError, match=says), enter(3):
+        pass
+
+
 def test_a_change_may_compute_a_call_again_with_another_mask():
     q = torch.randn(1, 2, 5, 7)
     mask = Causal() & MaskFunction(lambda b, h, q, k: k != 1)

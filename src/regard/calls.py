@@ -1,5 +1,6 @@
 """Calls of `attend` and `attend_state` in this thread: who observes them, changes their outputs, computes them."""
 
+import reprlib
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -87,6 +88,9 @@ def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
     Calls that torch traces are not passed, as they are not run. Calls that an observer makes itself have no observers,
     except in a block that it enters.
 
+    Raises:
+        ProblemError: `observer` is no function.
+
     >>> import torch
     >>> from regard import attend
     >>> q = torch.randn(1, 2, 3, 8)
@@ -94,6 +98,7 @@ def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
     ...     _ = attend(q, q, q)
     native (1, 2, 3)
     """
+    _check_function(observer, "observe_calls", "observer")
 
     def observe(call: Call) -> None:
         observer(call)
@@ -114,7 +119,7 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
     either: it may compute a call again, such as with another mask.
 
     Raises:
-        ProblemError: `change` returns another shape or dtype.
+        ProblemError: `change` is no function, or returns another shape or dtype.
 
     >>> import torch
     >>> from regard import attend
@@ -123,8 +128,14 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
     ...     attend(q, q, q)[0, :, 0, 0]
     tensor([1., 0.])
     """
+    _check_function(change, "replace_outputs", "change")
     with _entered(change, replaces=True):
         yield
+
+
+def _check_function(value: object, taker: str, argument: str) -> None:
+    if not callable(value):
+        raise ProblemError(f"{taker}({argument}={reprlib.repr(value)}): expected a function that takes a Call.")
 
 
 def are_outputs_replaced() -> bool:
