@@ -58,10 +58,37 @@ class Bias(Spec):
         return Sum(_bias(other), self)
 
     def __and__(self, other: object) -> NoReturn:
-        raise _no_mask(self, "&", other)
+        raise _no_mask(f"{self!r} & {received(other)}")
 
     def __or__(self, other: object) -> NoReturn:
-        raise _no_mask(self, "|", other)
+        raise _no_mask(f"{self!r} | {received(other)}")
+
+    def __rand__(self, other: object) -> NoReturn:
+        raise _no_mask(f"{received(other)} & {self!r}")
+
+    def __ror__(self, other: object) -> NoReturn:
+        raise _no_mask(f"{received(other)} | {self!r}")
+
+    def __invert__(self) -> NoReturn:
+        raise _no_mask(f"~({self!r})")
+
+    def __mul__(self, other: object) -> NoReturn:
+        raise _not_scaled(f"{self!r} * {received(other)}")
+
+    def __rmul__(self, other: object) -> NoReturn:
+        raise _not_scaled(f"{received(other)} * {self!r}")
+
+    def __truediv__(self, other: object) -> NoReturn:
+        raise _not_scaled(f"{self!r} / {received(other)}")
+
+    def __sub__(self, other: object) -> NoReturn:
+        raise _not_scaled(f"{self!r} - {received(other)}")
+
+    def __rsub__(self, other: object) -> NoReturn:
+        raise _not_scaled(f"{received(other)} - {self!r}")
+
+    def __neg__(self) -> NoReturn:
+        raise _not_scaled(f"-({self!r})")
 
 
 def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -86,8 +113,15 @@ def values_of(bias: Bias, b: Positions, h: Positions, q: Positions, k: Positions
     return values
 
 
-def _no_mask(bias: Bias, operator: str, other: object) -> ProblemError:
-    return ProblemError(f"{bias!r} {operator} {received(other)}: a bias adds to biases by +, and is passed as bias=.")
+def _no_mask(written: str) -> ProblemError:
+    return ProblemError(f"{written}: a bias adds to biases by +, and is passed as bias=.")
+
+
+def _not_scaled(written: str) -> ProblemError:
+    return ProblemError(
+        f"{written}: a bias adds to biases by +, and has no other operator; to scale one, scale its tensors, such as "
+        "Alibi(slopes=2 * t), T5Bias(2 * table) or TensorBias(2 * t)."
+    )
 
 
 def _bias(other: object) -> Bias:

@@ -158,6 +158,24 @@ class Mask(Spec):
     def __sub__(self, other: object) -> NoReturn:
         raise ProblemError(f"{self!r} - {received(other)}: to keep what one mask keeps and the other does not, a & ~b.")
 
+    def __rsub__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{received(other)} - {self!r}: to keep what a mask does not, ~mask.")
+
+    def __neg__(self) -> NoReturn:
+        raise ProblemError(f"-({self!r}): to keep what a mask does not, ~mask.")
+
+    def __mul__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{self!r} * {received(other)}: to keep what both masks keep, a & b.")
+
+    def __rmul__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{received(other)} * {self!r}: to keep what both masks keep, a & b.")
+
+    def __xor__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{self!r} ^ {received(other)}: to keep what one of two masks keeps, (a | b) & ~(a & b).")
+
+    def __rxor__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{received(other)} ^ {self!r}: to keep what one of two masks keeps, (a | b) & ~(a & b).")
+
     def __bool__(self) -> NoReturn:
         raise ProblemError(
             f"{self!r} is a mask, which is neither true nor false: combine masks with & | ~ (not `and`, `or`, `not`), "
