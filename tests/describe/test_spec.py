@@ -365,3 +365,22 @@ def test_a_field_that_would_hide_a_method_is_refused(base: type[Spec], name: str
     kind = type("Own", (base,), {"__annotations__": {name: int}, "__module__": __name__})
     with pytest.raises(ProblemError, match=rf"the field '{name}' of Own would hide \w+\.{name}, which regard uses"):
         spec(kind)
+
+
+class NoSpec:
+    size: int
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, r"^spec\(3\): expected a class"),
+        (Causal(), r"^spec\(Causal\(\)\): expected a class"),
+        (lambda: 0, r"^spec\(<lambda>\): expected a class"),
+        (NoSpec, "^@spec above NoSpec: expected a class derived from Mask, Bias or Score"),
+        (Causal, "^@spec above Causal, which is a spec already"),
+    ],
+)
+def test_what_is_no_class_of_a_mask_is_no_spec(given: Any, says: str):
+    with pytest.raises(ProblemError, match=says):
+        spec(given)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
@@ -278,8 +279,10 @@ def spec(cls: W) -> W:
     Classes of the same name get different names in the serialised form: a notebook defines one whenever its cell runs.
 
     Raises:
-        ProblemError: a field has the name of a method or attribute that every mask, bias or score has.
+        ProblemError: a field has the name of a method or attribute that every mask, bias or score has; it is no class
+            of a mask, bias or score, or one that is a spec already.
     """
+    _check_decorated(cls)
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     _check_names(made)
     if not made.is_combined:
@@ -318,6 +321,17 @@ def _has_plain_post_init(made: type[Spec]) -> bool:
     """Whether the class has a `__post_init__` without arguments."""
     derive = getattr(made, "__post_init__", None)
     return derive is not None and len(inspect.signature(derive).parameters) == 1
+
+
+def _check_decorated(cls: object) -> None:
+    """Raise `ProblemError` unless `@spec` can make a spec of it."""
+    if not isinstance(cls, type):
+        given = getattr(cls, "__name__", None) or reprlib.repr(cls)
+        raise ProblemError(f"spec({given}): expected a class. Write @spec above the class of a mask or bias.")
+    if not issubclass(cls, Spec):
+        raise ProblemError(f"@spec above {cls.__name__}: expected a class derived from Mask, Bias or Score.")
+    if cls.__dict__.get("_made") is cls:
+        raise ProblemError(f"@spec above {cls.__name__}, which is a spec already: write it once.")
 
 
 def _check_names(made: type[Spec]) -> None:
