@@ -329,6 +329,12 @@ def test_crop_and_select_say_what_they_want():
     assert (cache.tokens, cache.append(torch.randn(2, 3, 0, 8), torch.randn(2, 3, 0, 5))[0].shape[0]) == (7, 2)
 
 
+@pytest.mark.parametrize("tokens", [-1, 1.5, None, "3", True])
+def test_keys_after_counts_whole_tokens(tokens: int):
+    with pytest.raises(ProblemError, match=r"^keys_after\(tokens\) is .*: expected .* tokens"):
+        KVCache().keys_after(tokens)
+
+
 def test_after_tokens_were_forgotten_a_crop_goes_back_as_far_as_they_are_known():
     cache = KVCache(evict=SinksAndRecent(61))
     cache.append(*tokens_of(Contiguous(), 100))

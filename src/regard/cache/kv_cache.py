@@ -140,12 +140,15 @@ class KVCache:
 
         With a policy, as many as if it evicted nothing.
 
+        Raises:
+            ProblemError: `tokens` is no whole number, or less than 0.
+
         >>> cache = KVCache(Rolling(window=4, sinks=1))
         >>> _ = cache.append(torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8))
         >>> cache.tokens, cache.keys_after(1), cache.keys_after(2)
         (7, 4, 5)
         """
-        stored = self.tokens
+        tokens, stored = whole(tokens, "keys_after(tokens)", least=0), self.tokens
         if tokens and isinstance(self.layout, Rolling):
             stored = min(stored, self.layout.window - 1)
         return stored + tokens
