@@ -1,13 +1,14 @@
 """Costs of models against figures that others published, and against each other."""
 
 import itertools
+import json
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-from regard.cost import Storage, call_cost, cost, find_model, parameters
+from regard.cost import ModelCost, Storage, call_cost, cost, find_machine, find_model, load_model, parameters
 from regard.cost.fields import from_fields
 from regard.cost.fit import USABLE, largest_batch, largest_context, weight_bytes
 from regard.cost.model import Latent, Model
@@ -356,6 +357,44 @@ def test_wrong_arguments_say_why(arguments, message):
 def test_a_storage_takes_whole_numbers(arguments, message):
     with pytest.raises(ProblemError, match=message):
         Storage(**arguments)
+
+
+@pytest.mark.parametrize("given", ["gpt2", 3, None])
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(parameters, ()), (cache_bytes, (7,)), (training_memory, (7,)), (ModelCost, (7,))]
+)
+def test_what_counts_a_model_takes_no_name(count, sizes, given):
+    with pytest.raises(ProblemError, match=rf"^model is {given!r}: expected a regard.cost.Model; load_model\(name\)"):
+        count(given, *sizes)
+
+
+@pytest.mark.parametrize("find", [find_model, load_model])
+def test_the_name_of_a_model_is_a_text(find):
+    with pytest.raises(ProblemError, match=r"^the name of the model is 3: expected that of a published model"):
+        find(3)
+
+
+def test_a_folder_may_be_a_path(tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 11}
+    config = {"model_type": "llama", "intermediate_size": 128, "max_position_embeddings": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(tmp_path) == load_model(str(tmp_path)) == cost(tmp_path).model
+    with pytest.raises(ProblemError, match="there is no directory"):
+        load_model(tmp_path / "nope")
+
+
+@pytest.mark.parametrize("count", [cache_bytes, training_memory])
+@pytest.mark.parametrize("sizes", [{"context": -1}, {"context": 1.5}, {"context": 7, "batch": 1.5}])
+def test_sizes_are_whole(count, sizes):
+    with pytest.raises(ProblemError, match=r"^(context|batch) .*: expected"):
+        count(find_model("gpt2"), **sizes)
+
+
+def test_a_storage_may_be_a_name_wherever_one_is_taken():
+    model = find_model("gpt2")
+    named, made = cache_bytes(model, 700, storage="int8"), cache_bytes(model, 700, storage=Storage("int8"))
+    assert named == made == ModelCost(model, 700, storage="int8").cache_bytes  # pyright: ignore[reportArgumentType]
+    assert ModelCost(model, 700, machine="h100") == ModelCost(model, 700, machine=find_machine("h100"))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_no_plan_has_no_cost():

@@ -3,6 +3,7 @@
 `published.py` finds the models of models.toml, `config.py` reads a config.json; `fields.py` makes the shapes for both.
 """
 
+import reprlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -223,6 +224,15 @@ class Model:
     def attention(self) -> Attention | None:
         """The attention of the first layer that has one."""
         return next((layer.attention for layer in self.layers if layer.attention), None)
+
+    @staticmethod
+    def check(model: object) -> None:
+        """Raise `ProblemError` for what is no model, such as a name."""
+        if not isinstance(model, Model):
+            raise ProblemError(
+                f"model is {reprlib.repr(model)}: expected a regard.cost.Model; load_model(name) finds a published "
+                "one, or one of a folder with a config.json."
+            )
 
     def source_length(self, context: int) -> int:
         """Tokens that the encoder reads beside this context."""

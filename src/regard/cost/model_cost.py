@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any, cast
 
 from regard.cost.expected import expected_pass
@@ -13,8 +14,16 @@ from regard.cost.model import Latent, Layer, Model
 from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
 from regard.cost.published import load_model
-from regard.cost.storage import Storage, cache_bytes, check_count, item_bytes, state_bytes, token_bytes, type_name
-from regard.cost.storage_names import DENSE
+from regard.cost.storage import (
+    Storage,
+    cache_bytes,
+    check_count,
+    item_bytes,
+    state_bytes,
+    storage_or_name,
+    token_bytes,
+    type_name,
+)
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory
 from regard.cost.work import Parts, forward, prompt_call, step_call, training_step
@@ -43,9 +52,12 @@ class ModelCost:
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
+        Model.check(self.model)
         for name in ("context", "batch"):
             check_count(self, name, 1)
         object.__setattr__(self, "dtype", type_name(self.dtype))
+        object.__setattr__(self, "storage", storage_or_name(self.storage, self.dtype))
+        object.__setattr__(self, "machine", machine_or_none(self.machine))
         if self.model.positions and self.context > (self.model.context or self.context):
             raise ProblemError(
                 f"{self.model.name} has {self.model.context:,} learned positions, and a context of {self.context:,} "
@@ -276,7 +288,7 @@ HEADS: dict[str, Callable[[Model], Model | None]] = {
 
 
 def cost(
-    model: Model | str,
+    model: Model | str | PathLike[str],
     *,
     context: int | None = None,
     batch: int = 1,
@@ -302,7 +314,7 @@ def cost(
     >>> c.cache_bytes / 2**30, c.fits
     (10.0, True)
     """
-    model = load_model(model) if isinstance(model, str) else model
+    model = load_model(model) if isinstance(model, str | PathLike) else model
     if not isinstance(cast(object, model), Model):
         raise ProblemError(
             f"model is {model!r}: expected the name of a published model, a folder with a config.json, or a "
@@ -310,10 +322,7 @@ def cost(
         )
     machine = machine_or_none(machine)
     dtype = type_name(dtype)
-    if storage is None or isinstance(storage, str):
-        storage = Storage(dtype if storage in (None, DENSE) else storage)
-    if not isinstance(cast(object, storage), Storage):
-        raise ProblemError(f"storage is {storage!r}: expected a name such as 'int8', a regard.cost.Storage, or None.")
+    storage = storage_or_name(storage, dtype)
     tokens = model.context if context is None else context
     if tokens is None:
         raise ProblemError(f"{model.name} has no longest context: give context, in tokens.")

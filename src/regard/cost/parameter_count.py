@@ -45,10 +45,14 @@ class Parameters:
 def parameters(model: Model) -> Parameters:
     """The parameters of a model.
 
+    Raises:
+        ProblemError: it is no `Model`.
+
     >>> from regard.cost import find_model
     >>> parameters(find_model("llama-2-7b")).total
     6738415616
     """
+    Model.check(model)
     d, layers = model.d_model, [*model.counted_encoder.items(), *model.counted_layers.items()]
     attention = sum(n * attention_parameters(a, d) for layer, n in layers for a in layer.attentions)
     recurrent = sum(n * (r.weights + r.other) for layer, n in layers if (r := layer.recurrent))

@@ -1,6 +1,8 @@
 """The published models of models.toml, by name; each row has the shapes of a model and their source."""
 
+import reprlib
 from dataclasses import replace
+from os import PathLike, fspath
 from typing import Any
 
 from regard.cost.config import from_config, read_config
@@ -28,6 +30,7 @@ def find_model(name: str) -> Model:
     >>> len(model.layers), model.layers[0].attention.kind
     (80, 'GQA-8')
     """
+    name = _text(name)
     rows = table("models.toml")["models"]
     models = {_plain(each): each for each in rows}
     models |= {_plain(alias): each for each, row in rows.items() for alias in row.get("aliases", ())}
@@ -43,13 +46,13 @@ def find_model(name: str) -> Model:
     return from_fields(found, source, {**(shared_fields(family) if family else {}), **row})
 
 
-def load_model(name: str) -> Model:
+def load_model(name: str | PathLike[str]) -> Model:
     """A published model by name, or the one of a folder or file with a config.json.
 
     Raises:
         ProblemError: there is no such model; the file is no configuration, or one that cannot be counted.
     """
-    if not name:
+    if not (name := _text(name)):
         raise ProblemError("the name of the model is empty: expected a published model or a folder with a config.json.")
     path = expanded(name)
     if path.is_dir():
@@ -68,6 +71,17 @@ def load_model(name: str) -> Model:
         if "/" in name and not near_names(name, model_names()):
             raise ProblemError(f"there is no directory {name}, and no published model of this name.") from None
         raise
+
+
+def _text(name: object) -> str:
+    """The name or path as a text. Raises `ProblemError` for what is neither."""
+    path = fspath(name) if isinstance(name, PathLike) else name
+    if not isinstance(path, str):
+        raise ProblemError(
+            f"the name of the model is {reprlib.repr(name)}: expected that of a published model, or a folder with a "
+            "config.json."
+        )
+    return path
 
 
 def _plain(name: str) -> str:

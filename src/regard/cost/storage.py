@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from regard.cost.model import Attention, Model
 from regard.cost.near_names import unknown_name
-from regard.cost.storage_names import CODECS, FLOATS, float_name
+from regard.cost.storage_names import CODECS, DENSE, FLOATS, float_name
 from regard.errors import ProblemError
 from regard.integers import as_integer
 
@@ -124,13 +124,37 @@ def check_count(owner: object, name: str, least: int | None) -> None:
     Raises:
         ProblemError: not an integer, or less than `least`.
     """
-    value = getattr(owner, name)
+    object.__setattr__(owner, name, whole_count(getattr(owner, name), name, least))
+
+
+def whole_count(value: object, name: str, least: int | None) -> int:
+    """The number as a Python int.
+
+    Raises:
+        ProblemError: not an integer, or less than `least`.
+    """
     count = as_integer(value)
     if count is None:
         raise ProblemError(f"{name} {value!r}: expected a whole number.")
     if least is not None and count < least:
         raise ProblemError(f"{name} {count}: expected {least} or more.")
-    object.__setattr__(owner, name, count)
+    return count
+
+
+def storage_or_name(storage: object, dtype: str) -> Storage:
+    """The storage that is given as itself or by its name; of `dtype` for None and "dense".
+
+    Raises:
+        ProblemError: the name is not known, or it is of another type.
+
+    >>> storage_or_name("int8", "bfloat16").kind, storage_or_name(None, "bfloat16").kind
+    ('int8', 'bfloat16')
+    """
+    if storage is None or isinstance(storage, str):
+        return Storage(dtype if storage in (None, DENSE) else storage)
+    if not isinstance(storage, Storage):
+        raise ProblemError(f"storage is {storage!r}: expected a name such as 'int8', a regard.cost.Storage, or None.")
+    return storage
 
 
 def stays_plain(model: Model, a: Attention | None) -> bool:
@@ -200,16 +224,21 @@ def coded_bytes(tokens: int, dim: int, storage: Storage, *, is_key: bool) -> int
 
 
 def cache_bytes(
-    model: Model, context: int, *, batch: int = 1, storage: Storage | None = None, dtype: str = "bfloat16"
+    model: Model, context: int, *, batch: int = 1, storage: Storage | str | None = None, dtype: str = "bfloat16"
 ) -> int:
     """Bytes of the KV cache of a model, with the states of its layers without attention.
+
+    Raises:
+        ProblemError: it is no `Model`, a name is not known, or a number is no whole one.
 
     >>> from regard.cost import find_model
     >>> cache_bytes(find_model("llama-2-70b"), 32768) / 2**30
     10.0
     """
+    Model.check(model)
+    context, batch = whole_count(context, "context", 0), whole_count(batch, "batch", 0)
     dtype = type_name(dtype)
-    storage = storage or Storage(dtype)
+    storage = storage_or_name(storage, dtype)
     item, source = item_bytes(dtype), model.source_length(context)
     each = (
         stored_bytes(a, source if a.is_cross else context, storage, item, is_plain=stays_plain(model, a))

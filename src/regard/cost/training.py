@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import parameters
-from regard.cost.storage import item_bytes
+from regard.cost.storage import item_bytes, whole_count
 
 STATES = 16
 """Bytes for each parameter in mixed precision with Adam: weight, gradient in 2 bytes; weight, mean, variance in 4.
@@ -41,11 +41,16 @@ def training_memory(
 ) -> TrainingMemory:
     """The memory of one training step on one machine.
 
+    Raises:
+        ProblemError: it is no `Model`, the type is not known, or a number is no whole one.
+
     >>> from regard.cost import find_model
     >>> m = training_memory(find_model("gpt3"), 2048)
     >>> round(m.activations / 2**30), round(m.recomputed / 2**30)
     (73, 6)
     """
+    Model.check(model)
+    context, batch = whole_count(context, "context", 1), whole_count(batch, "batch", 1)
     item, tokens, source = item_bytes(dtype), batch * context, batch * model.source_length(context)
     layers = [*((x, tokens) for x in model.layers), *((x, source) for x in model.encoder)]
     flat = [
