@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from regard import Causal, TensorMask, Window, attend
+from regard import Causal, MaskFunction, TensorMask, Window, attend
 from regard.errors import ProblemError
-from regard.inspect.measures import Inputs, alpha, output_norms, sink, sink_output, value_weighted
+from regard.inspect.measures import Inputs, alpha, output_norms, sink, sink_output, value_norms, value_weighted
 from regard.inspect.measures.sink import first_tokens
+from regard.inspect.measures.values import first_value
 from regard.inspect.observing.observe import observe
 from regard.inspect.weights.lazy import Weights
 from regard.integrate import use_regard
@@ -23,7 +24,8 @@ def measured(q, k, v, mask, token=None):
         attend(q, k, v, mask=mask)
     weights, w_o = calls[0].weights, torch.arange(6.0 * 7 * 8).sin().view(6, 7, 8)
     inputs = Inputs(weights, norms=output_norms(v, w_o), v=v, out=calls[0].out, w_o=w_o)
-    return sink(weights, token), alpha(weights, token), value_weighted(inputs, token), sink_output(inputs, token)
+    by_token = sink(weights, token), alpha(weights, token), value_weighted(inputs, token), sink_output(inputs, token)
+    return *by_token, first_value(inputs)
 
 
 @pytest.fixture(params=MASKS)
@@ -62,6 +64,25 @@ def test_a_sequence_of_padding_alone_has_no_score():
     real[1] = False
     weights = Weights.of(called(q, q[:, :3], mask=Causal() & TensorMask(real[:, None, None])))
     assert sink(weights).value.isnan().tolist() == [[False] * 6, [True] * 6]
+
+
+def test_the_mean_value_is_over_the_keys_that_rows_see():
+    v, real = torch.randn(2, 3, 11, 7, dtype=torch.float64), torch.ones(2, 11, dtype=torch.bool)
+    real[0, 8:] = real[1, :4] = False  # padding on the right, on the left
+    mask = MaskFunction(lambda b, h, q, k: q > k) & TensorMask(real[:, None, None])  # nor does a row see itself
+    weights = Weights.of(called(torch.randn(2, 6, 11, 7), torch.randn(2, 3, 11, 7), mask=mask))
+    real[1, 10] = False  # so no row sees the last key
+    for b, first in ((0, 0), (1, 4)):
+        norms = (v[b] ** 2).sum(-1).sqrt()
+        expected = norms[:, first] / norms[:, real[b]].mean(-1)
+        torch.testing.assert_close(first_value(Inputs(weights, v=v)).value[b], expected.repeat_interleave(2))
+
+
+def test_a_call_behind_a_window_counts_every_value():
+    v = torch.randn(1, 3, 9, 7)
+    weights = Weights.of(called(torch.randn(1, 6, 1, 7), torch.randn(1, 3, 9, 7), mask=Causal() & Window(4)))
+    expected = value_norms(v)[:, :, 0].repeat_interleave(2, dim=1)
+    torch.testing.assert_close(first_value(Inputs(weights, v=v)).value, expected)
 
 
 def test_key_0_stays_the_token_of_a_step_behind_a_window():

@@ -129,6 +129,38 @@ def _first_seen(weights: Weights, row: Tensor, keys: int, step: int) -> int:
     return 0
 
 
+def text_keys(weights: Weights) -> Tensor:
+    """Which keys are tokens of each sequence, and no padding: those that one of its rows sees; bool [batch, keys].
+
+    A call that begins later in the text does not tell padding from keys that its rows cannot see: there all are.
+
+    >>> from regard import Causal, TensorMask
+    >>> q = torch.zeros(2, 1, 3, 2)
+    >>> real = TensorMask(torch.tensor([[True, True, True], [False, True, True]])[:, None, None])
+    >>> text_keys(Weights(q, q, torch.zeros(2, 1, 3), Causal() & real)).tolist()
+    [[True, True, True], [False, True, True]]
+    """
+    batch, keys = weights.shape[0], weights.shape[3]
+    parts = [weights.only(b) for b in range(batch if _differs_by_row(weights) else 1)]
+    return torch.stack([_seen_keys(part) for part in parts]).expand(batch, keys)
+
+
+def _differs_by_row(weights: Weights) -> bool:
+    return len(weights.first_positions) > 1 or (weights.mask is not None and weights.mask.broadcast_shape()[0] > 1)
+
+
+def _seen_keys(weights: Weights) -> Tensor:
+    """The same of a batch of one, [keys]. Most keys are seen by the row at their own position, which comes first."""
+    _, heads, queries, keys = weights.shape
+    key, row = (torch.arange(n, device=weights.q.device) for n in (keys, queries))
+    if weights.mask is None or weights.first_position != 0 or not queries:
+        return torch.ones_like(key, dtype=torch.bool)
+    seen = weights.keep(key.clamp(max=queries - 1), key).flatten(0, 1).any(0).expand(keys).clone()
+    for some in (~seen).nonzero()[:, 0].split(max(1, 2**20 // max(1, heads * queries))):
+        seen[some] = weights.keep(row[:, None], some[None]).flatten(0, 2).any(0)
+    return seen
+
+
 def _keys(weights: Weights, token: Token) -> list[int]:
     """The position of the token in each sequence, checked."""
     batch = weights.shape[0]

@@ -8,7 +8,7 @@ from regard.inspect.measures.means import check_positions, selected_rows, unifor
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.sink import Token, column_of
+from regard.inspect.measures.sink import Token, column_of, first_tokens, text_keys
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
 from regard.wide import wide_of
@@ -28,23 +28,33 @@ def value_norms(v: Tensor) -> Tensor:
     >>> value_norms(torch.tensor([[[[3.0, 4.0], [0.0, 5.0], [0.0, 20.0]]]]))  # 5, 5 and 20, of a mean of 10
     tensor([[[0.5000, 0.5000, 2.0000]]])
     """
-    norms = torch.linalg.vector_norm(v.detach().float() if v.dtype != torch.float64 else v.detach(), dim=-1)
+    norms = _norms_of(v)
     return norms / norms.mean(-1, keepdim=True)
+
+
+def _norms_of(v: Tensor) -> Tensor:
+    """||v_k||, [batch, kv_heads, keys]."""
+    return torch.linalg.vector_norm(v.detach().float() if v.dtype != torch.float64 else v.detach(), dim=-1)
 
 
 @checked
 def first_value(inputs: Inputs) -> HeadScores:
-    """The norm of the first token's value in each query head, relative to the mean token: `value_norms` at key 0.
+    """The norm of the first token's value in each query head, relative to the mean token: `value_norms` at that token.
 
-    Chance: 1, the mean token.
+    The first token of each sequence, also behind padding, and the mean over its keys, as `first_tokens` and `text_keys`
+    tell them from padding. Chance: 1, the mean token.
 
     >>> weights = Weights(torch.zeros(1, 2, 2, 3), torch.zeros(1, 1, 2, 3), torch.zeros(1, 2, 2))
     >>> first_value(Inputs(weights, v=torch.tensor([[[[1.0], [3.0]]]])))
     HeadScores(value=tensor([[0.5000, 0.5000]]), chance=tensor([[1., 1.]]))
     """
     v = required(inputs.v, "v")
-    check_positions(inputs.weights, "first_value")
-    value = value_norms(v)[:, :, 0].repeat_interleave(inputs.weights.shape[1] // v.shape[1], dim=1)
+    weights = inputs.weights
+    check_positions(weights, "first_value")
+    norms, text = _norms_of(v), text_keys(weights)[:, None]
+    mean = norms.masked_fill(~text, 0).sum(-1) / text.sum(-1)
+    first = norms[torch.arange(len(norms), device=v.device), :, first_tokens(weights)]  # [batch, kv_heads]
+    value = (first / mean).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
     return HeadScores(value, torch.ones_like(value))
 
 
