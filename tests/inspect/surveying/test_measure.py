@@ -171,6 +171,35 @@ def test_what_makes_no_sense_is_refused(decoder, text, measures, message):
         measure(decoder, text, measures)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, two_back), "^key is 3: expected a text"),
+        (("", two_back), "^key is '': expected a text"),
+        (("back", None), r"^pattern is None: expected a function of the tokens .* \(queries, keys\)"),
+        (("back", "sink"), "^pattern is 'sink': expected a function"),
+    ],
+)
+def test_a_pattern_is_a_function_with_a_key(arguments, message):
+    with pytest.raises(ProblemError, match=message):
+        Measure.of_pattern(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"on": "repeat"}, "^on is 'repeat': expected one of 'text', 'repeats', 'jittered repeats'"),
+        ({"label": 3}, "^label is 3: expected a text"),
+        ({"compute": 3}, "^compute is 3: expected a function of Inputs"),
+        ({"needs": "tokens"}, "^needs is 'tokens': expected a frozenset"),
+        ({"needs": frozenset({"token"})}, r"^needs is frozenset\({'token'}\): expected a frozenset of some of"),
+    ],
+)
+def test_the_fields_of_a_measure_are_checked(fields, message):
+    with pytest.raises(ProblemError, match=message):
+        replace(TWO_BACK, **fields)
+
+
 def test_a_text_is_read_by_the_tokenizer_that_was_loaded_with_the_model(tmp_path):
     from regard.integrate import load
 

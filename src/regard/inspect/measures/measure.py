@@ -7,10 +7,11 @@ those of the library, and a user's own measure is one more. A measure of which (
 function by `Measure.of_pattern`.
 """
 
-from collections.abc import Callable, Iterable
+import reprlib
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -186,6 +187,16 @@ class Measure:
     on_demand: bool = field(default=False, repr=False)
     at: Definition | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        for name in ("key", "label", "unit", "formula", "source", "chance"):
+            _check_text(name, getattr(self, name))
+        _check_function("compute", self.compute, "of Inputs that returns HeadScores")
+        if self.on not in (texts := get_args(Text)):
+            raise ProblemError(f"on is {self.on!r}: expected one of {', '.join(map(repr, texts))}.")
+        needs, known = cast(object, self.needs), sorted(get_args(Need))
+        if not isinstance(needs, Set) or not needs <= {*known}:
+            raise ProblemError(f"needs is {needs!r}: expected a frozenset of some of {', '.join(known)}.")
+
     @property
     def definition(self) -> Definition:
         """The definition of this measure for reports."""
@@ -203,6 +214,9 @@ class Measure:
             pattern: `pattern(tokens) -> (queries, keys)`: of one sequence, integer [tokens], the positions of the
                 pairs that count, int64 [pairs] each; or a bool matrix [tokens, tokens].
 
+        Raises:
+            ProblemError: the key is no text, the pattern no function, or an argument none of those that there are.
+
         >>> def same_parity(tokens):  # keys earlier in the text, of the same parity
         ...     i, j = torch.tril_indices(len(tokens), len(tokens), offset=-1)
         ...     return i[(i - j) % 2 == 0], j[(i - j) % 2 == 0]
@@ -212,6 +226,8 @@ class Measure:
         >>> Measure.of_pattern("parity", same_parity).compute(Inputs(weights, tokens=torch.tensor([[7, 8, 9]])))
         HeadScores(value=tensor([[0.3333]]), chance=tensor([[0.3333]]))
         """
+        _check_text("key", key)
+        _check_function("pattern", pattern, "of the tokens of a text that returns (queries, keys)")
         formula = formula or "mean over rows with a pair of sum_j A[i,j] over the pairs of the pattern"
         return cls(
             key,
@@ -224,6 +240,16 @@ class Measure:
             frozenset({"tokens"}),
             on,
         )
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or (name == "key" and not value):
+        raise ProblemError(f"{name} is {reprlib.repr(value)}: expected a text, such as 'two_back'.")
+
+
+def _check_function(name: str, value: object, which: str) -> None:
+    if not callable(value):
+        raise ProblemError(f"{name} is {reprlib.repr(value)}: expected a function {which}.")
 
 
 def compute(measures: Iterable[Measure], inputs: Inputs) -> dict[str, HeadScores]:
