@@ -69,6 +69,9 @@ def book(tmp_path_factory):
         (Stream((-5,)), "lengths has -5: expected whole numbers from 1 on"),
         (Extrapolation(16, (0.5,)), "multiples has 0.5: expected whole numbers from 1 on"),  # type: ignore[arg-type]
         (KeyValues((0,)), "pairs has 0: expected whole numbers from 1 on"),
+        (Extrapolation(16, (2, 1, 2)), "multiples has 2 more than once: expected each value once"),
+        (Stream((50, 50)), "lengths has 50 more than once: expected each value once"),
+        (Passkey(depths=(0.0, 0.5, 0)), "depths has 0 more than once: expected each value once"),
         (Needle((400,), ()), r"depths is \(\): expected one or more numbers from 0 to 1, such as \(0.0, 0.5, 1.0\)"),
         (Needle((400,), 0.5), "depths is 0.5: expected one or more numbers from 0 to 1"),  # type: ignore[arg-type]
         (Needle((400,), ("0.5",)), "depths has '0.5': expected numbers from 0 to 1"),  # type: ignore[arg-type]

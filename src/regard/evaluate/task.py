@@ -146,6 +146,8 @@ def check_settings(task: Any) -> None:
             if not _is_count(value):
                 raise ProblemError(f"{name} has {value!r}: expected whole numbers from 1 on.")
     _check_depths(getattr(task, "depths", (0.0,)))
+    for name in (*COUNTS, "depths"):
+        _check_once(name, getattr(task, name, ()))
     for name in OWN:
         if not _is_count(value := getattr(task, name, 0), least=0):
             raise ProblemError(f"{name} is {value!r}: expected a whole number from 1 on, or 0 for that of the model.")
@@ -164,6 +166,12 @@ def _check_depths(depths: Any) -> None:
     for depth in cast("Sequence[Any]", depths):
         if not isinstance(depth, int | float) or not 0 <= depth <= 1:
             raise ProblemError(f"depths has {depth!r}: expected numbers from 0 to 1, shares of the text.")
+
+
+def _check_once(name: str, values: "Sequence[float]") -> None:
+    """Raise `ProblemError` where a value is repeated: its rows would be the same."""
+    if twice := [value for i, value in enumerate(values) if value in values[:i]]:
+        raise ProblemError(f"{name} has {twice[0]!r} more than once: expected each value once.")
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
