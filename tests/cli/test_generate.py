@@ -383,6 +383,14 @@ def test_a_cache_is_compared_with_a_plain_one(folder, capsys):
     assert "the same 5 generated tokens as with a plain cache, which generated " in capsys.readouterr().err
 
 
+def test_one_token_is_no_several(folder, capsys):
+    options = ["--max-new-tokens", "1", "--page-size", "16", "--compare-cache"]
+    assert main(["generate", PROMPT, "--model", folder, *options]) == 0
+    err = capsys.readouterr().err
+    assert "  generated  1 token; " in err
+    assert "the same 1 generated token as with a plain cache" in err
+
+
 def test_a_text_too_short_for_codes_says_so(folder, capsys):
     asked = ["generate", PROMPT, "--model", folder, "--cache", "int8", "--group-size", "16", "--max-new-tokens"]
     assert main([*asked, "5"]) == 0

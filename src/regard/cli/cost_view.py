@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from regard.cli.byte_size import size
 from regard.cli.durations import duration
+from regard.cli.token_count import tokens_of
 from regard.cost.fit import USABLE
 from regard.cost.machine import Machine
 from regard.cost.machines import THIS, find_machine, machine_names
@@ -51,9 +52,9 @@ def _head(c: ModelCost) -> list[str]:
     lines += [f"  note     {note}" for note in c.model.notes]
     rows = f"{c.batch:,} row{'s' * (c.batch > 1)}"
     source = f" and {c.model.source_tokens:,} of the encoder" if c.model.source_tokens and c.model.encoder else ""
-    page = "" if c.storage.page is None else f" in pages of {c.storage.page:,} tokens"
+    page = "" if c.storage.page is None else f" in pages of {tokens_of(c.storage.page)}"
     cache = f", KV cache {c.storage.kind}{page}" if c.model.is_causal else ""
-    lines.append(f"  problem  {c.context:,} tokens{source} x {rows}, {c.dtype}{cache}")
+    lines.append(f"  problem  {tokens_of(c.context)}{source} x {rows}, {c.dtype}{cache}")
     if c.model.context is not None and c.context > c.model.context:
         lines.append(f"  note     The model was made for {c.model.context:,} tokens.")
     return [*lines, f"  machine  {_machine(c.machine, c.dtype)}"] if c.machine else lines

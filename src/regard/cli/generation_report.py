@@ -5,6 +5,7 @@ from typing import Any
 
 from regard.cli.byte_size import size
 from regard.cli.generation import INTERRUPTED, Generation
+from regard.cli.token_count import tokens_of
 from regard.evaluate.common_prefix import common_prefix
 from regard.storage.codec import Codec
 
@@ -79,12 +80,12 @@ def report(made: Generation, plain: Generation | None, memory: CacheMemory, fact
     share = f", {100 * memory.bytes / memory.plain_bytes:.0f} % of " if memory.plain_bytes else ""
     share += f"the {size(memory.plain_bytes)} of a plain {facts['dtype']} cache" if share else ""
     tokens = f"{memory.tokens:,} of " if memory.tokens < memory.tokens_seen else ""
-    stored = f"{size(memory.bytes)} for {tokens}{memory.tokens_seen:,} tokens{share}"
+    stored = f"{size(memory.bytes)} for {tokens}{tokens_of(memory.tokens_seen)}{share}"
     chat = " in the chat template" * facts["chat"]
     lines = [
         f"{facts['model']}, {facts['dtype']}, {_where(facts)}",
-        f"  prompt     {made.prompt_tokens:,} tokens{chat}{rate(made.prompt_rate)}",
-        f"  generated  {len(made.tokens):,} tokens{rate(made.rate)}; {ENDED[made.ended]}",
+        f"  prompt     {tokens_of(made.prompt_tokens)}{chat}{rate(made.prompt_rate)}",
+        f"  generated  {tokens_of(len(made.tokens))}{rate(made.rate)}; {ENDED[made.ended]}",
         f"  KV cache   {stored}; {size(memory.allocated_bytes)} allocated",
     ]
     lines += [f"             {line}" for line in memory.layers]
@@ -121,9 +122,10 @@ def _comparison(made: Generation, plain: Generation) -> str:
     count, same = len(made.tokens), common_prefix(made.tokens, plain.tokens)
     speed = f"which generated{rate(plain.rate).replace(',', '', 1) or ' nothing'}"
     if same == count == len(plain.tokens):
-        return f"the same {count:,} generated tokens as with a plain cache, {speed}"
+        return f"the same {tokens_of(count, 'generated ')} as with a plain cache, {speed}"
     here, there = (text.replace("\n", " ") for text in _differing_ends(made.text, plain.text))
-    first = f"the first {same:,} of {count:,} generated tokens are those of a plain cache"
+    are = "is that" if same == 1 else "are those"
+    first = f"the first {same:,} of {tokens_of(count, 'generated ')} {are} of a plain cache"
     return f"{first}, {speed}; then {here!r}, not {there!r}"
 
 

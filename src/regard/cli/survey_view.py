@@ -16,6 +16,7 @@ from regard.cli import heads_table
 from regard.cli.generation_report import rate
 from regard.cli.heads_table import head_detail
 from regard.cli.model_comparison import comparison
+from regard.cli.token_count import tokens_of
 from regard.inspect.surveying.report import Ablations, Report, RunInfo
 
 SHOWN = 240
@@ -94,8 +95,8 @@ def _facts(report: Report) -> Text:
     rows = [
         ("model", f"{_layers(run.layers)} of {sharing}, {run.head_dim} wide; {_parameters(run.parameters)} parameters"),
         ("attention", f"{_backends(run)}; {run.attention_gflop:,.2f} GFLOP for {run.pairs:,} query-key pairs"),
-        ("prompt", f"{report.prompt_tokens:,} tokens{rate(run.tokens_per_second)}"),
-        ("generated", f"{generated:,} tokens{rate(run.decode_tokens_per_second)}"),
+        ("prompt", f"{tokens_of(report.prompt_tokens)}{rate(run.tokens_per_second)}"),
+        ("generated", f"{tokens_of(generated)}{rate(run.decode_tokens_per_second)}"),
         ("eager", _difference(run)),
         ("machine", run.machine),
     ]
