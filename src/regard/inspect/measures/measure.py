@@ -8,7 +8,7 @@ function by `Measure.of_pattern`.
 """
 
 import reprlib
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar, cast, get_args
@@ -194,7 +194,7 @@ class Measure:
         if self.on not in (texts := get_args(Text)):
             raise ProblemError(f"on is {self.on!r}: expected one of {', '.join(map(repr, texts))}.")
         needs, known = cast(object, self.needs), sorted(get_args(Need))
-        if not isinstance(needs, Set) or not needs <= {*known}:
+        if not isinstance(needs, set | frozenset) or not needs <= {*known}:
             raise ProblemError(f"needs is {needs!r}: expected a frozenset of some of {', '.join(known)}.")
 
     @property
