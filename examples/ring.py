@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (default: 2048)")
     parser.add_argument("--steps", type=int, default=3, help="of training (default: 3)")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/ring.py")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:

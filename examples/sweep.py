@@ -9,6 +9,7 @@ of each measure. A text that cannot be read, or a survey that fails, gives a lin
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="the most tokens of a text (default: 256)")
     parser.add_argument("--measures", nargs="+", default=["sink", "entropy"], help="(default: sink entropy)")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/sweep.py README.md")
     dist.init_process_group("gloo")
     try:
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -25,3 +25,14 @@ def test_training_on_a_sharded_sequence_equals_one_process() -> None:
     assert len(losses) == 3
     assert losses[2] < losses[0]
     assert float(run.stdout.split()[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("script", ["ring.py", "sweep.py"])
+def test_without_torchrun_it_says_how_to_start_it(script: str) -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "RANK"}
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT.with_name(script)), *(["README.md"] if script == "sweep.py" else [])],
+        capture_output=True, text=True, timeout=300, check=False, env=alone,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert f"start it with torchrun: torchrun --nproc-per-node 2 examples/{script}" in run.stderr
