@@ -79,7 +79,7 @@ def test_a_plan_is_printed_with_problem_engine_reasons_tiles_and_costs():
         f"  not chosen: triton ({ASIDE['cpu', 'triton']})",
         f"  not chosen: flex ({ASIDE['cpu', 'flex']})",
         '  not chosen: reference64 (only with backend="reference64": float64 costs twice the time)',
-        "tiles of 64 x 64: 66,560 computed (64,512 full, 2,048 partial in 1 patterns), 64,512 skipped",
+        "tiles of 64 x 64: 66,560 computed (64,512 full, 2,048 partial in 1 pattern), 64,512 skipped",
         "pairs 268,500,992 of 536,870,912 (50 %)",
         "137.5 GFLOP, at least 160 MiB read and written",
     ]

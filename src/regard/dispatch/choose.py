@@ -205,7 +205,7 @@ class Plan:
         full, mixed, skipped = s.tiles
         every = p.batch * p.heads * p.queries * p.keys
         share = f"{100 * s.pairs / every:.3g} %" if every else "none"
-        kinds = f"{full:,} full, {mixed:,} partial in {len(s.patterns):,} patterns"
+        kinds = f"{full:,} full, {mixed:,} partial in {(bits := len(s.patterns)):,} pattern{'s' * (bits != 1)}"
         lines = [
             str(self.posed),
             *(f"  {step}" for step in self.steps),
