@@ -397,6 +397,11 @@ def test_a_storage_may_be_a_name_wherever_one_is_taken():
     assert ModelCost(model, 700, machine="h100") == ModelCost(model, 700, machine=find_machine("h100"))  # pyright: ignore[reportArgumentType]
 
 
+def test_the_step_of_an_encoder_takes_no_time():
+    c = cost("bert-base", machine="h100")
+    assert c.step is c.seconds(c.step) is c.expected_seconds(c.step, is_step=True) is None
+
+
 def test_what_is_no_plan_has_no_cost():
     with pytest.raises(
         ProblemError, match=r"^call_cost takes a plan, and got int: regard.explain\(q, k, v\) makes one"

@@ -131,15 +131,19 @@ class ModelCost:
         ]
         return Traffic(*(sum(column) for column in zip(*each, strict=True))) if each else Traffic(0, 0, 0)
 
-    def seconds(self, parts: Parts) -> float | None:
-        """The roofline of a pass: its parts one after the other; None without a machine."""
-        if self.machine is None:
+    def seconds(self, parts: Parts | None) -> float | None:
+        """The roofline of a pass: its parts one after the other; None without a machine, or an encoder's step."""
+        if self.machine is None or parts is None:
             return None
         return sum(self.machine.seconds(work.flops, work.moved, self.dtype) for work in parts.each.values())
 
-    def expected_seconds(self, parts: Parts, *, is_step: bool = False) -> float | None:
+    def expected_seconds(self, parts: Parts | None, *, is_step: bool = False) -> float | None:
         """The expected time of a forward pass on a machine whose shares were measured (`this`); None on others."""
-        return None if self.machine is None else expected_pass(parts, self.machine, self.dtype, is_step=is_step)
+        return (
+            None
+            if self.machine is None or parts is None
+            else expected_pass(parts, self.machine, self.dtype, is_step=is_step)
+        )
 
     @cached_property
     def crossing(self) -> int | None:
