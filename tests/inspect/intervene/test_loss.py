@@ -5,9 +5,22 @@ import torch
 from torch.nn import functional as F
 
 from regard.errors import ProblemError
+from regard.inspect.intervene import (
+    ablation_effects,
+    gradient_attention,
+    importance,
+    mean_outputs,
+    outputs_of,
+    permuted,
+    rank_collapse,
+    rollout,
+    value_zeroing,
+)
 from regard.inspect.intervene.loss import all_of, losses, next_token_loss, of_examples
 from tests.inspect.intervene.models import decoder, texts
 from tests.integrate import zoo
+
+MODEL, IDS = decoder(), texts()
 
 
 def test_the_loss_of_an_example_is_its_own():
@@ -53,3 +66,29 @@ def test_what_is_no_list_of_batches_is_reported(given):
 def test_what_is_no_batch_of_texts_is_reported(given):
     with pytest.raises(ProblemError, match=r"a batch is a (list|dict): expected token ids"):
         next_token_loss(decoder())(given)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: next_token_loss(None), "^model is None: expected a causal language model"),
+        (lambda: importance(MODEL, [IDS], torch.zeros(2)), r"^loss_of is .*: expected a function"),
+        (lambda: list(ablation_effects(MODEL, [IDS], None)), "^loss_of is None: expected a function .* of a batch"),
+        (lambda: list(ablation_effects(MODEL, 3, next_token_loss(MODEL))), "^batches is 3: expected a list of batches"),
+        (lambda: ablation_effects(MODEL, [IDS], next_token_loss(MODEL), 3), "^groups is 3: expected lists of heads"),
+        (lambda: mean_outputs(MODEL, [IDS], None), "^run is None: expected a function that runs the model on a batch"),
+        (lambda: mean_outputs(MODEL, [IDS], MODEL, rows=IDS > 3), "^rows is .*: expected a function of a batch"),
+        (lambda: outputs_of(MODEL, MODEL(IDS)), r"^run is .*: expected .*, as lambda: model\(ids\)"),
+        (lambda: value_zeroing(MODEL, None, 1, [0]), r"^run is None: expected .*, as lambda: model\(ids\)"),
+        (lambda: rank_collapse(MODEL, 3), r"^run is 3: expected .*, as lambda: model\(ids\)"),
+        (lambda: permuted(MODEL, None, [(0, 1)]), "^predict is None: expected a function that .* returns logits"),
+        (
+            lambda: gradient_attention(MODEL, MODEL(IDS)[:, -1, 3], [-1]),
+            r"^target is a tensor .* \[5\]: expected a function",
+        ),
+        (lambda: rollout(3, [-1]), r"^weights is 3: expected those of each layer, \[call.weights for call in calls\]"),
+    ],
+)
+def test_what_is_no_function_is_named(call, says):
+    with pytest.raises(ProblemError, match=says):
+        call()

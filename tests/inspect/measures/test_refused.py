@@ -32,6 +32,7 @@ from regard.inspect.measures import (
     syntactic,
     value_weighted,
 )
+from regard.inspect.measures.values import first_value
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import drawn
 from tests.inspect.measures.formulas import pair_measures
@@ -107,6 +108,15 @@ def outputs_of(heads):
         (lambda w: sink_output(Inputs(w, **outputs_of(6)), token=29), "token is 29"),
         (lambda w: split_heads(torch.ones(8, 42), 5), r"\[8, 42\]: expected \[d_model, 5 heads"),
         (lambda w: split_heads(torch.ones(8, 42), 0), "expected .*0 heads"),
+        (lambda w: split_heads(torch.ones(8, 42), None), "expected .*None heads"),
+        (lambda w: sink(w, rows={"attention_mask": 1}), "rows is {'attention_mask': 1}: expected which rows to count"),
+        (lambda w: sink(w, rows="all"), "rows is 'all': expected which rows to count, bool"),
+        (lambda w: offset_scan(w, 3), r"offsets is 3: expected a list, such as \[3\]"),
+        (lambda w: induction_scan(w, torch.ones(2, 29).long(), 2), r"shifts is 2: expected a list, such as \[2\]"),
+        (lambda w: local_mass(Inputs(w), None), "width is None: expected a power of two"),
+        (lambda w: rarity([0, 1], 3), r"frequency is 3: expected a tensor of counts, \[vocabulary\]"),
+        (lambda w: first_value(Inputs(w, v=3)), r"v is 3: expected the values of the call, \[2, 3, 29, v_dim\]"),
+        (lambda w: first_value(Inputs(w, v=torch.ones(2, 3, 28, 7))), r"v is \[2, 3, 28, 7\]: expected the values"),
     ],
 )
 def test_what_makes_no_sense_is_refused(measure, message):
@@ -127,6 +137,13 @@ def refusal(measure, *arguments, **named):
     with pytest.raises(ProblemError) as error:
         measure(*arguments, **named)
     return str(error.value)
+
+
+def test_a_distance_may_be_a_tensor():
+    weights, ids = Weights.of(drawn(mask=Causal())), torch.randint(7, (2, 29))
+    assert torch.equal(offset_score(weights, torch.tensor(2)).value, offset_score(weights, 2).value)
+    assert torch.equal(induction(weights, ids, torch.tensor(2)).value, induction(weights, ids, 2).value)
+    assert list(offset_scan(weights, torch.tensor([2, 1]))) == [2, 1]
 
 
 def test_all_measures_of_one_call_are_tested():

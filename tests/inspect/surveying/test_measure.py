@@ -177,7 +177,7 @@ def test_what_makes_no_sense_is_refused(decoder, text, measures, message):
         ((3, two_back), "^key is 3: expected a text"),
         (("", two_back), "^key is '': expected a text"),
         (("back", None), r"^pattern is None: expected a function of the tokens .* \(queries, keys\)"),
-        (("back", "sink"), "^pattern is 'sink': expected a function"),
+        (("back", "induction"), "^pattern is 'induction': expected a function"),
     ],
 )
 def test_a_pattern_is_a_function_with_a_key(arguments, message):

@@ -10,13 +10,14 @@ four. Ablate groups too.
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from regard.calls import Call
 from regard.errors import ProblemError
+from regard.inspect.brief import shown
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.intervene.loss import Effect, LossOf, all_of, losses
 from regard.inspect.intervene.replacement import By, ByBatch, as_replacement, check_replacement
@@ -92,6 +93,8 @@ def ablation_effects(
     [(((0, 1),), torch.Size([8])), (((1, 0), (1, 1)), torch.Size([8]))]
     """
     batches, by = all_of(batches), check_replacement(by)
+    if not isinstance(cast(object, groups), Iterable | None):
+        raise ProblemError(f"groups is {shown(groups)}: expected lists of heads, such as [[(0, 1)], [(1, 0), (1, 1)]].")
     named = None if groups is None else [read_heads(group) for group in groups]
 
     def effects() -> Iterator[Effect]:

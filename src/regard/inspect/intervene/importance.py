@@ -23,7 +23,7 @@ from regard.calls import Call
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, Sites, by_layer, edit_outputs
-from regard.inspect.intervene.loss import LossOf, Tick, all_of, of_examples
+from regard.inspect.intervene.loss import LossOf, Tick, all_of, check_loss_of, of_examples
 from regard.inspect.intervene.training import check_gradients, gradients_of
 from regard.inspect.names import HeadName
 
@@ -61,6 +61,7 @@ def slopes(model: nn.Module | None, batch: Any, loss_of: LossOf, level: Level = 
     Raises:
         ProblemError: the losses are not one per example, or they or a layer have no gradients.
     """
+    check_loss_of(loss_of)
     gates: dict[Site, Tensor] = {}
     differentiated: set[Site] = set()
 

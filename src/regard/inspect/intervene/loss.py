@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.errors import ProblemError
-from regard.inspect.brief import brief
+from regard.inspect.brief import brief, shown
+from regard.inspect.measures.received import check_function
 from regard.inspect.measures.score import is_level, student_quantile
 from regard.inspect.names import HeadName
 from regard.integers import is_integer
@@ -35,13 +36,14 @@ def next_token_loss(model: nn.Module) -> LossOf:
     sequences are padded, `attention_mask`; padding is no target.
 
     Raises:
-        ProblemError: when it is called, for a text of fewer than 2 tokens.
+        ProblemError: it is no model; when it is called, for a text of fewer than 2 tokens.
 
     >>> from regard.nn import Decoder
     >>> model = Decoder(19, 32, layers=1, heads=2)
     >>> next_token_loss(model)(torch.randint(19, (5, 7))).shape
     torch.Size([5])
     """
+    check_function(model, "model", "a causal language model")
 
     def loss_of(batch: Tensor | Mapping[str, Tensor]) -> Tensor:
         ids = batch if isinstance(batch, Tensor) else _ids_of(batch)
@@ -96,8 +98,15 @@ def of_examples(losses: Any) -> Tensor:
     return losses.reshape(-1)
 
 
+def check_loss_of(loss_of: object) -> None:
+    """Raise `ProblemError` for what is no function of a batch, such as the losses of one."""
+    expected = "a function that returns the loss of each example of a batch, such as next_token_loss(model)"
+    check_function(loss_of, "loss_of", expected)
+
+
 def losses(batches: Sequence[Any], loss_of: LossOf) -> Tensor:
     """The loss of every example of all batches, without gradients; float64 [examples], on the CPU."""
+    check_loss_of(loss_of)
     with torch.no_grad():
         return torch.cat([of_examples(loss_of(batch)).double().cpu() for batch in batches])
 
@@ -106,6 +115,8 @@ def each_of(batches: Any) -> Iterable[Any]:
     """The batches, one by one. Raises `ProblemError` if it is one batch where a list of them was expected."""
     if isinstance(batches, Tensor | Mapping):
         raise ProblemError(f"batches is one batch, a {type(batches).__name__}: pass a list of batches, [batch].")
+    if not isinstance(batches, Iterable):
+        raise ProblemError(f"batches is {shown(batches)}: expected a list of batches.")
     return batches
 
 

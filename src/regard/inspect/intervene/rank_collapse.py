@@ -25,6 +25,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, run_variant, tensor_of_tokens
 from regard.inspect.intervene.heads import edit_outputs, module_at, whole_layer
+from regard.inspect.measures.received import RUNS, check_function
 from regard.inspect.observing.layers import track_layers
 from regard.nn import MultiHeadAttention
 from regard.nn.transformer import Block
@@ -110,6 +111,7 @@ def rank_collapse(
     >>> {variant: bool(after[-1] < 0.05) for variant, after in found.after.items()}
     {'as it is': False, 'without MLPs': False, 'without skips': True, 'without both': True}
     """
+    check_function(run, "run", RUNS)
     if not variants or any(variant not in VARIANTS for variant in variants):
         received = ", ".join(map(repr, variants)) or "empty"
         raise ProblemError(f"variants is {received}: expected some of {', '.join(map(repr, VARIANTS))}.")

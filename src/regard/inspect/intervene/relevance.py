@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from regard.calls import Call
 from regard.errors import ProblemError
-from regard.inspect.brief import brief
+from regard.inspect.brief import brief, shown
 from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.training import check_gradients, check_no_dropout, gradients_of
+from regard.inspect.measures.received import check_function
 from regard.inspect.weights.index import counted_rows, listed
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Tile
@@ -93,6 +94,11 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
     rows = listed("row", rows)
     if isinstance(weights, Weights):
         raise ProblemError("weights are those of one layer: pass a list, from the first layer to the last.")
+    if not isinstance(cast(object, weights), Sequence):
+        raise ProblemError(
+            f"weights is {shown(weights)}: expected those of each layer, [call.weights for call in calls] of "
+            "observe(model)."
+        )
     if not weights:
         raise ProblemError("there are no layers: pass the weights of each, from the first to the last.")
     for layer, one in enumerate(cast("Sequence[object]", weights)):
@@ -189,6 +195,7 @@ def gradient_attention(
     >>> gradient_attention(model, lambda: model(ids)[:, -1, 9], rows=[-1]).values.shape
     torch.Size([1, 1, 5])
     """
+    check_function(target, "target", "a function that runs the model and returns a scalar of each sequence, [batch]")
     by_site: dict[Site, _Layer] = {}
 
     def keep(site: Site, call: Call) -> Tensor | None:

@@ -13,6 +13,7 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import each_of
+from regard.inspect.measures.received import RUNS, check_function
 
 Outputs = Mapping[Site, Tensor]
 """The outputs of the heads of each layer."""
@@ -137,6 +138,9 @@ def mean_outputs(
     >>> with ablated(model, [(1, 0)], mean):
     ...     logits = model(texts[0])
     """
+    check_function(run, "run", "a function that runs the model on a batch, such as the model itself")
+    if rows is not None:
+        check_function(rows, "rows", "a function of a batch that returns which queries count, bool [batch, queries]")
     sums: dict[Site, Tensor] = {}
     counts: dict[Site, Tensor] = {}
     for batch in each_of(batches):
@@ -177,6 +181,7 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
     >>> torch.equal(logits, model(other))  # its own outputs change nothing
     True
     """
+    check_function(run, "run", RUNS)
     found: dict[Site, Tensor] = {}
 
     def keep(site: Site, call: Call) -> None:

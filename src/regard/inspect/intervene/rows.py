@@ -15,6 +15,7 @@ from regard.calls import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.intervene.training import check_no_dropout, without_dropout
+from regard.inspect.measures.received import check_function
 from regard.inspect.names import HeadName, Heads, read_heads
 from regard.inspect.weights.index import counted_rows, listed
 from regard.inspect.weights.lazy import Weights
@@ -69,6 +70,7 @@ def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: 
         ProblemError: no heads or rows, some that do not exist, or a row named twice; a layer that attends more than
             once; dropout; a prediction that is no batch of logits.
     """
+    check_function(predict, "predict", "a function that runs the model and returns logits [batch, ..., classes]")
     named, rows = read_heads(heads), listed("row", rows)
     if not named or not rows:
         raise ProblemError(f"heads are {named} and rows {rows}: name at least one of each.")

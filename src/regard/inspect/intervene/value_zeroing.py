@@ -25,6 +25,7 @@ from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, edit_outputs, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.training import check_no_dropout, without_dropout
+from regard.inspect.measures.received import RUNS, check_function
 from regard.inspect.names import Layer, read_layer
 from regard.inspect.weights.index import counted_rows, listed
 from regard.inspect.weights.lazy import Weights
@@ -86,6 +87,7 @@ def value_zeroing(
     >>> found.module, found.distances[0, 1] > 1e-9  # rows before token 2 do not see it
     ('body.blocks.1', tensor([False, False,  True,  True,  True]))
     """
+    check_function(run, "run", RUNS)
     tokens = listed("token", tokens)
     if not tokens:
         raise ProblemError("tokens is empty: expected at least one token whose value to zero.")

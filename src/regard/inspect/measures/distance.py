@@ -11,6 +11,7 @@ from regard.inspect.measures.means import check_distances, looks_ahead, mean_ove
 from regard.inspect.measures.measure import Inputs
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
+from regard.inspect.weights.index import count_of
 
 NEAR = 8
 """Tokens that count as near: the row's own and the seven before it, and after it where the mask allows."""
@@ -84,7 +85,8 @@ def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
     >>> local_mass(Inputs(weights), width=2)  # the mean of 1, 1 and 2/3
     HeadScores(value=tensor([[0.8889]]), chance=tensor([[0.8889]]))
     """
-    if width < 1 or width & (width - 1):
+    width = count_of("width", width, "a power of two, like the bins of distances")
+    if width & (width - 1):
         raise ProblemError(f"width is {width}: expected a power of two, like the bins of distances.")
     check_distances(inputs.weights, "local_mass")
     bins = width.bit_length()

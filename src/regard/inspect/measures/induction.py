@@ -18,7 +18,7 @@ from regard.inspect.measures.blocks import by_head, chunks, dots, kept, scaled_q
 from regard.inspect.measures.means import Tokens, check_positions, one_in, selected_rows, tokens_of
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.weights.index import index_of
+from regard.inspect.weights.index import index_of, listed
 from regard.inspect.weights.lazy import Weights
 
 LARGEST = 32
@@ -145,7 +145,7 @@ def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | N
     >>> induction(weights, tokens)  # chance is the mean of 1/4 and 1/5
     HeadScores(value=tensor([[1.]]), chance=tensor([[0.2250]]))
     """
-    return induction_scan(weights, tokens, (shift,), rows)[shift]
+    return next(iter(induction_scan(weights, tokens, (shift,), rows).values()))
 
 
 @checked
@@ -181,6 +181,7 @@ def induction_scan(
     >>> {shift: score.value.item() for shift, score in scan.items()}
     {0: 0.0, 1: 0.0, 2: 1.0}
     """
+    shifts = listed("shift", shifts)
     if not shifts:
         raise ProblemError("shifts is empty: expected distances after an earlier occurrence, 1 for induction.")
     if any(index_of(shift) is None for shift in shifts):

@@ -1,6 +1,7 @@
 """Which rows a mean counts, and uniform attention over the mask of a call, from which chance values are computed."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from regard.describe.mask import Bools, Ints, Mask, Rectangles
 from regard.errors import ProblemError
+from regard.inspect.brief import shown
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -26,13 +28,14 @@ def selected_rows(weights: Weights, rows: Tensor | None) -> Tensor:
     if rows is None:
         return seeing.expand(weights.shape[:3])
     batch, _, queries, _ = weights.shape
-    rows = torch.as_tensor(rows, device=weights.q.device)
-    if rows.dtype != torch.bool or tuple(rows.shape) not in ((batch, queries), (1, queries)):
-        raise ProblemError(
-            f"rows is {list(rows.shape)} {rows.dtype}: expected which rows to count, bool [batch, queries] = "
-            f"{[batch, queries]}."
-        )
-    return (seeing & rows[:, None]).expand(weights.shape[:3])
+    try:
+        chosen = torch.as_tensor(rows, device=weights.q.device)
+    except (TypeError, ValueError, RuntimeError):
+        chosen = torch.zeros(0)
+    if chosen.dtype != torch.bool or tuple(chosen.shape) not in ((batch, queries), (1, queries)):
+        came = f"{list(rows.shape)} {rows.dtype}" if isinstance(cast(object, rows), Tensor) else shown(rows)
+        raise ProblemError(f"rows is {came}: expected which rows to count, bool [batch, queries] = {[batch, queries]}.")
+    return (seeing & chosen[:, None]).expand(weights.shape[:3])
 
 
 def mean_over_rows(weights: Weights, values: Tensor, chance: Tensor, rows: Tensor | None) -> HeadScores:

@@ -23,7 +23,7 @@ from regard.inspect.measures.induction import SHIFTS, induction_scan
 from regard.inspect.measures.means import Tokens, tokens_of, uniform
 from regard.inspect.measures.offset import OFFSETS, offset_scan
 from regard.inspect.measures.pattern import Pattern, pattern_mass
-from regard.inspect.measures.received import check_received
+from regard.inspect.measures.received import check_function, check_received
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
@@ -190,7 +190,7 @@ class Measure:
     def __post_init__(self) -> None:
         for name in ("key", "label", "unit", "formula", "source", "chance"):
             _check_text(name, getattr(self, name))
-        _check_function("compute", self.compute, "of Inputs that returns HeadScores")
+        check_function(self.compute, "compute", "a function of Inputs that returns HeadScores")
         if self.on not in (texts := get_args(Text)):
             raise ProblemError(f"on is {self.on!r}: expected one of {', '.join(map(repr, texts))}.")
         needs, known = cast(object, self.needs), sorted(get_args(Need))
@@ -227,7 +227,7 @@ class Measure:
         HeadScores(value=tensor([[0.3333]]), chance=tensor([[0.3333]]))
         """
         _check_text("key", key)
-        _check_function("pattern", pattern, "of the tokens of a text that returns (queries, keys)")
+        check_function(pattern, "pattern", "a function of the tokens of a text that returns (queries, keys)")
         formula = formula or "mean over rows with a pair of sum_j A[i,j] over the pairs of the pattern"
         return cls(
             key,
@@ -245,11 +245,6 @@ class Measure:
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or (name == "key" and not value):
         raise ProblemError(f"{name} is {reprlib.repr(value)}: expected a text, such as 'two_back'.")
-
-
-def _check_function(name: str, value: object, which: str) -> None:
-    if not callable(value):
-        raise ProblemError(f"{name} is {reprlib.repr(value)}: expected a function {which}.")
 
 
 def compute(measures: Iterable[Measure], inputs: Inputs) -> dict[str, HeadScores]:

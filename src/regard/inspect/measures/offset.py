@@ -10,7 +10,7 @@ from regard.inspect.measures.blocks import by_head, chunks, dots, scaled_queries
 from regard.inspect.measures.means import check_distances, one_in, selected_rows
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.weights.index import index_of
+from regard.inspect.weights.index import index_of, listed
 from regard.inspect.weights.lazy import Weights
 
 OFFSETS = tuple(range(9))
@@ -44,7 +44,7 @@ def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) 
     >>> offset_score(Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal()))  # the mean of 1/2 and 1/3
     HeadScores(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
     """
-    return offset_scan(weights, (offset,), rows)[offset]
+    return next(iter(offset_scan(weights, (offset,), rows).values()))
 
 
 @checked
@@ -78,6 +78,7 @@ def offset_scan(
     >>> {offset: score.value.item() for offset, score in offset_scan(weights, (0, 1, 2)).items()}  # of 4, 3 and 2 rows
     {0: 0.5, 1: 0.0, 2: 1.0}
     """
+    offsets = listed("offset", offsets)
     if not offsets:
         raise ProblemError("offsets is empty: expected the distances to score, 1 for the previous token.")
     if any(index_of(offset) is None for offset in offsets):

@@ -1,9 +1,12 @@
 """Attention to rare tokens."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import shown
 from regard.inspect.measures.means import Tokens, mean_over_rows, per_key, selected_rows, token_ids, uniform
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.received import checked
@@ -31,6 +34,8 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
     ids = token_ids(tokens)
     if frequency is None:
         return (ids + 1.0).log()
+    if not isinstance(cast(object, frequency), Tensor) or frequency.ndim != 1:
+        raise ProblemError(f"frequency is {shown(frequency)}: expected a tensor of counts, [vocabulary].")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(frequency):
         raise ProblemError(
             f"tokens has ids from {int(ids.min())} to {int(ids.max())}, and frequency counts {len(frequency)}: "

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from regard.describe.not_a_spec import received
 from regard.errors import ProblemError
 from regard.inspect.brief import shown
 from regard.inspect.weights.lazy import Weights
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+RUNS = "a function that runs the model, as lambda: model(ids)"
+"""What an argument `run` is."""
 
 INPUTS = "Inputs"
 """The name of the other class, whose module imports the measures."""
@@ -59,6 +63,17 @@ def check_received(value: object, expected: type, function: str, argument: str) 
     raise ProblemError(
         f"{argument} is {_received(value)}: expected {expected.__name__}. Give {wanted}{source} to {function}."
     )
+
+
+def check_function(value: object, argument: str, expected: str) -> None:
+    """Raise `ProblemError` unless an argument is a function.
+
+    >>> check_function([3], "run", "a function that runs the model")
+    Traceback (most recent call last):
+    regard.errors.ProblemError: run is [3]: expected a function that runs the model.
+    """
+    if not callable(value):
+        raise ProblemError(f"{argument} is {received(value)}: expected {expected}.")
 
 
 def _variable(value: object) -> str:

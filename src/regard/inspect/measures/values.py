@@ -1,15 +1,19 @@
 """Weights times value vectors: a head may put all of its mass on a token whose value is almost zero."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import shown
 from regard.inspect.measures.means import check_positions, selected_rows, uniform
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.received import checked
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.sink import Token, column_of, first_tokens, text_keys
 from regard.inspect.sweep import sweep
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 from regard.wide import wide_of
 
@@ -51,11 +55,21 @@ def first_value(inputs: Inputs) -> HeadScores:
     v = required(inputs.v, "v")
     weights = inputs.weights
     check_positions(weights, "first_value")
+    _check_values(weights, v)
     norms, text = _norms_of(v), text_keys(weights)[:, None]
     mean = norms.masked_fill(~text, 0).sum(-1) / text.sum(-1)
     first = norms[torch.arange(len(norms), device=v.device), :, first_tokens(weights)]  # [batch, kv_heads]
     value = (first / mean).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
     return HeadScores(value, torch.ones_like(value))
+
+
+def _check_values(weights: Weights, v: Tensor) -> None:
+    """Raise `ProblemError` for values that are not those of the keys of a call."""
+    batch, _, _, keys = weights.shape
+    kv_heads = weights.k.shape[1]
+    if not isinstance(cast(object, v), Tensor) or v.ndim != 4 or tuple(v.shape[:3]) != (batch, kv_heads, keys):
+        came = list(v.shape) if isinstance(cast(object, v), Tensor) else shown(v)
+        raise ProblemError(f"v is {came}: expected the values of the call, [{batch}, {kv_heads}, {keys}, v_dim].")
 
 
 def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
@@ -88,9 +102,10 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
     tensor([[2., 6.],
             [3., 7.]])
     """
-    if weight.ndim != 2 or heads < 1 or weight.shape[1] % heads:
+    count = index_of(heads)
+    if weight.ndim != 2 or count is None or count < 1 or weight.shape[1] % count:
         raise ProblemError(f"the output projection is {list(weight.shape)}: expected [d_model, {heads} heads * v_dim].")
-    return weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
+    return weight.detach().unflatten(1, (count, -1)).permute(1, 2, 0)
 
 
 @checked
