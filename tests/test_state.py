@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -126,6 +126,8 @@ def test_states_of_other_queries_do_not_merge():
         _ = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)) | State(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3))
     with pytest.raises(ProblemError, match="right side"):
         _ = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)) | torch.zeros(1)  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(ProblemError, match=r"left side of \| is NoneType: begin with one"):
+        _ = cast(Any, None) | random_state()
     with pytest.raises(ProblemError, match="one per head"):
         State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)).with_sink(torch.zeros(3))
 

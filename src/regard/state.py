@@ -8,7 +8,7 @@ arXiv:1805.02867, §3; the states of FlashInfer, Ye et al. 2025, arXiv:2501.0100
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,11 @@ class State:
 
     out: Float[Tensor, "batch heads queries v_dim"]
     lse: Float[Tensor, "batch heads queries"]
+
+    def __ror__(self, other: object) -> NoReturn:
+        raise ProblemError(
+            f"a State merges with a State, and the left side of | is {type(other).__name__}: begin with one."
+        )
 
     def __or__(self, other: "State") -> "State":
         """The state over the keys of both, which must be different keys. Differentiable in all four tensors.
