@@ -8,7 +8,19 @@ from functools import partial
 import numpy as np
 import pytest
 
-from regard.cost import ModelCost, Storage, call_cost, cost, find_machine, find_model, load_model, parameters
+from regard.cost import (
+    Attention,
+    Layer,
+    Mlp,
+    ModelCost,
+    Storage,
+    call_cost,
+    cost,
+    find_machine,
+    find_model,
+    load_model,
+    parameters,
+)
 from regard.cost.fields import from_fields
 from regard.cost.fit import USABLE, largest_batch, largest_context, weight_bytes
 from regard.cost.model import Latent, Model
@@ -400,6 +412,31 @@ def test_a_storage_may_be_a_name_wherever_one_is_taken():
 def test_the_step_of_an_encoder_takes_no_time():
     c = cost("bert-base", machine="h100")
     assert c.step is c.seconds(c.step) is c.expected_seconds(c.step, is_step=True) is None
+
+
+LAYER = Layer(Attention(4, 2, 8, 8), Mlp(16))
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: Attention(1.5, 1, 8, 8), r"^Attention\(heads=1.5\): expected a whole number, 1 or more"),
+        (lambda: Attention(4, None, 8, 8), r"^Attention\(kv_heads=None\): expected a whole number"),
+        (lambda: Mlp("16"), r"^Mlp\(width='16'\): expected a whole number"),
+        (lambda: Mlp(16, shared=-1), r"^Mlp\(shared=-1\): expected a whole number, 0 or more"),
+        (lambda: Latent(8.0, 4, 4), r"^Latent\(kv_rank=8.0\): expected a whole number"),
+        (lambda: Model("m", "", 8.5, 9, (LAYER,)), r"^Model\(d_model=8.5\): expected a whole number"),
+        (lambda: Model("m", "", 8, 9, (3,)), r"^m: layers is \(3,\): expected a tuple of Layer"),
+        (lambda: Model("m", "", 8, 9, LAYER), r"^m: layers is Layer.*: expected a tuple of Layer"),
+    ],
+)
+def test_shapes_are_whole_numbers(made, says):
+    with pytest.raises(ProblemError, match=says):
+        made()
+
+
+def test_layers_may_be_a_list():
+    assert Model("m", "", 8, 9, [LAYER]) == Model("m", "", 8, 9, (LAYER,))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_no_plan_has_no_cost():

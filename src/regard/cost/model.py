@@ -7,13 +7,21 @@ import reprlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from regard.cost.pairs import Pattern
 from regard.cost.recurrent import Recurrent
 from regard.errors import ProblemError
+from regard.integers import is_integer
 
 CAUSAL = Pattern()
+
+
+def _check_counts(owner: object, *names: str, least: int = 1) -> None:
+    """Raise `ProblemError` unless each of these fields is a whole number of at least `least`."""
+    for name in names:
+        if not is_integer(value := getattr(owner, name), least):
+            raise ProblemError(f"{type(owner).__name__}({name}={value!r}): expected a whole number, {least} or more.")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,10 @@ class Latent:
     rope_dim: int
     nope_dim: int
     q_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "kv_rank")
+        _check_counts(self, "rope_dim", "nope_dim", least=0)
 
     @property
     def cached(self) -> int:
@@ -75,10 +87,7 @@ class Attention:
     calls: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "qk_dim": self.qk_dim, "v_dim": self.v_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ProblemError(f"{name} is {size}: expected 1 or more.")
+        _check_counts(self, "heads", "kv_heads", "qk_dim", "v_dim", "calls")
         if self.heads % self.kv_heads:
             raise ProblemError(
                 f"{self.heads} query heads and {self.kv_heads} key heads: query heads must be a whole multiple of key "
@@ -124,6 +133,8 @@ class Mlp:
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
+        _check_counts(self, "width", "experts", "active")
+        _check_counts(self, "shared", least=0)
         if not 1 <= self.active <= self.experts:
             raise ProblemError(f"{self.active} of {self.experts} experts for a token: expected 1 to {self.experts}.")
 
@@ -193,6 +204,12 @@ class Model:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("layers", "encoder"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list) or not all(isinstance(each, Layer) for each in cast(Any, value)):
+                raise ProblemError(f"{self.name}: {name} is {reprlib.repr(value)}: expected a tuple of Layer.")
+            object.__setattr__(self, name, tuple(cast(Any, value)))
+        _check_counts(self, "d_model", "vocab", least=0)
         if self.d_model < 1 or self.vocab < 1 or not self.layers:
             raise ProblemError(
                 f"{self.name}: d_model {self.d_model}, vocab {self.vocab} and {len(self.layers)} layers: expected 1 or "
