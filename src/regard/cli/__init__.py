@@ -18,6 +18,7 @@ expression_names.py, expression.py  masks and biases from a line of text: names 
 outputs.py                          files that are written: checked before the work, never replaced by mistake
 progress.py                         progress bars
 byte_size.py, durations.py          bytes and times with their units
+token_count.py                      numbers of tokens
 quoted.py                           text of the user in a message
 ```
 """
