@@ -1,8 +1,11 @@
 """Folders of the user, also of a process without a home, as in a container whose user is only a number."""
 
 import os
+import reprlib
 import tempfile
 from pathlib import Path
+
+from regard.errors import ProblemError
 
 
 def expanded(name: str) -> Path:
@@ -12,6 +15,21 @@ def expanded(name: str) -> Path:
     'model'
     """
     return Path(os.path.expanduser(name))  # noqa: PTH111  pathlib's raises an error without a home
+
+
+def name_of(model: object) -> str:
+    """The name of a model, or the path of its folder, as a text.
+
+    Raises:
+        ProblemError: it is neither a text nor a path.
+
+    >>> name_of("gpt2"), name_of(Path("models/own")) == os.path.join("models", "own")
+    ('gpt2', True)
+    """
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str):
+        raise ProblemError(f"the name of the model is {reprlib.repr(model)}: expected a text, or the path of a folder.")
+    return name
 
 
 def cache_folder() -> Path:

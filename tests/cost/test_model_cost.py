@@ -382,7 +382,7 @@ def test_what_counts_a_model_takes_no_name(count, sizes, given):
 
 @pytest.mark.parametrize("find", [find_model, load_model])
 def test_the_name_of_a_model_is_a_text(find):
-    with pytest.raises(ProblemError, match=r"^the name of the model is 3: expected that of a published model"):
+    with pytest.raises(ProblemError, match=r"^the name of the model is 3: expected a text, or the path of a folder"):
         find(3)
 
 

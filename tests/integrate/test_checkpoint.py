@@ -71,6 +71,16 @@ def test_a_directory_loads_as_what_it_says_that_it_is(saved: Path, name: str, ca
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_directory_may_be_a_path(saved: Path):
+    loaded, _, label = load(saved / "llama")
+    by_text, _, same = load(str(saved / "llama"))
+    assert (type(loaded), label) == (type(by_text), same)
+    with pytest.raises(ProblemError, match="there is no directory"):
+        load(saved / "nope")
+    with pytest.raises(ProblemError, match="the name of the model is 3: expected a text, or the path of a folder"):
+        load(3)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_classifier_loads_without_its_head(saved: Path):
     assert type(load(str(saved / "classifier"))[0]).__name__ == "BertModel"
 

@@ -1,8 +1,7 @@
 """The published models of models.toml, by name; each row has the shapes of a model and their source."""
 
-import reprlib
 from dataclasses import replace
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 from regard.cost.config import from_config, read_config
@@ -12,7 +11,7 @@ from regard.cost.model import Model
 from regard.cost.near_names import near_names, unknown_name
 from regard.cost.tables import table
 from regard.errors import ProblemError
-from regard.folders import expanded
+from regard.folders import expanded, name_of
 
 
 def model_names() -> list[str]:
@@ -30,7 +29,7 @@ def find_model(name: str) -> Model:
     >>> len(model.layers), model.layers[0].attention.kind
     (80, 'GQA-8')
     """
-    name = _text(name)
+    name = name_of(name)
     rows = table("models.toml")["models"]
     models = {_plain(each): each for each in rows}
     models |= {_plain(alias): each for each, row in rows.items() for alias in row.get("aliases", ())}
@@ -52,7 +51,7 @@ def load_model(name: str | PathLike[str]) -> Model:
     Raises:
         ProblemError: there is no such model; the file is no configuration, or one that cannot be counted.
     """
-    if not (name := _text(name)):
+    if not (name := name_of(name)):
         raise ProblemError("the name of the model is empty: expected a published model or a folder with a config.json.")
     path = expanded(name)
     if path.is_dir():
@@ -71,17 +70,6 @@ def load_model(name: str | PathLike[str]) -> Model:
         if "/" in name and not near_names(name, model_names()):
             raise ProblemError(f"there is no directory {name}, and no published model of this name.") from None
         raise
-
-
-def _text(name: object) -> str:
-    """The name or path as a text. Raises `ProblemError` for what is neither."""
-    path = fspath(name) if isinstance(name, PathLike) else name
-    if not isinstance(path, str):
-        raise ProblemError(
-            f"the name of the model is {reprlib.repr(name)}: expected that of a published model, or a folder with a "
-            "config.json."
-        )
-    return path
 
 
 def _plain(name: str) -> str:

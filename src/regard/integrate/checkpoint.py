@@ -11,6 +11,7 @@ Every failure is a `ProblemError` of one line. transformers is imported when a m
 """
 
 import importlib.util
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from regard.errors import ProblemError
-from regard.folders import expanded
+from regard.folders import expanded, name_of
 from regard.integrate.model_folder import check_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,7 +40,10 @@ def tokenizer_of(model: torch.nn.Module) -> Any:
 
 
 def load(
-    name: str | None = None, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    name: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> tuple[Any, Any, str]:
     """(model, tokenizer, label): a language model in evaluation mode.
 
@@ -68,7 +72,8 @@ def load(
 
             (model, tokenizer), label = smollm2.load(dtype), smollm2.LABEL
         else:
-            (model, tokenizer), label = _loaded(name, dtype), Path(name).name
+            text = name_of(name)
+            (model, tokenizer), label = _loaded(text, dtype), Path(text).name
     with _one_line(f"{label} cannot be moved to {place}"):
         model = model.to(place)
     _tokenizers[model] = tokenizer
