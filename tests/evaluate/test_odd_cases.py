@@ -93,6 +93,12 @@ def test_settings_that_no_text_has_are_refused(task, message):
         evaluate(task, uniform)
 
 
+@pytest.mark.parametrize("name", [None, 3, ["needle"]])
+def test_what_is_no_name_of_a_task_is_refused(name):
+    with pytest.raises(ProblemError, match=r"^unknown task .*needle"):
+        task_of(name)
+
+
 @pytest.mark.parametrize("positions", [0, -1, "512", 2.5])
 def test_positions_that_are_no_count_are_refused(positions):
     with pytest.raises(ProblemError, match=rf"positions is {positions!r}: expected a whole number from 1 on, or None"):

@@ -1,7 +1,7 @@
 """The tasks by their names."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from regard.cost.near_names import unknown_name
 from regard.errors import KeywordError
@@ -53,6 +53,6 @@ def is_of_regard(task: Any) -> bool:
 
 def class_of(name: str) -> type[Any]:
     """The class of a task."""
-    if name not in TASKS:
-        raise unknown_name("task", name, list(TASKS))
+    if not isinstance(cast(object, name), str) or name not in TASKS:
+        raise unknown_name("task", str(name), list(TASKS))
     return TASKS[name]
