@@ -171,6 +171,12 @@ def test_what_makes_no_sense_is_refused(decoder, text, measures, message):
         measure(decoder, text, measures)
 
 
+@pytest.mark.parametrize("text", ["a text", [1, 2, 3]])
+def test_the_name_of_a_model_is_no_model(text):
+    with pytest.raises(ProblemError, match="model is str: expected a"):
+        measure("gpt2", text, "sink")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ def measure(
     chosen, numbers = named_measures(measures), layer_numbers(layers)
     if not chosen:
         raise ProblemError("measures is empty: name some, such as ['sink', 'induction'] (regard.inspect.MEASURES).")
-    if tokenizer is None and _is_text(text_or_ids):
+    if tokenizer is None and _is_text(text_or_ids) and isinstance(cast(object, model), torch.nn.Module):
         tokenizer = tokenizer_of(model)
     with torch.no_grad(), _running(model) as (running, run):
         texts = _texts(model, text_or_ids, chosen, tokenizer)
