@@ -9,14 +9,16 @@
 // Up to four rows (16 in tiles and on AVX2) go through all keys of a span before its values, as far as all rows see
 // whole blocks (on AVX2 also most of them), and where these are contiguous (on some machines also in pages): memory is
 // read as one stream, on AVX-512 and AVX2 mostly by loops of their own (decode_stream.h); not where keys are widened,
-// except on AVX2 and by chains. All else goes block by block.
+// except on AVX2 and by chains. On AVX2 the last block may have fewer tokens. All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
 #pragma once
 
+#include "decode_queries.h"
 #include "decode_stream.h"
 #include "decode_wild.h"
+#include "whole_blocks.h"
 
 namespace regard {
 namespace REGARD_ISA {
@@ -34,7 +36,8 @@ struct Decode {
     // by chains.
     static constexpr bool streams = K::pairs || K::chained || is_same<S, float> || DecodeStream<K>::known;
     static constexpr int STREAMED = DecodeStream<K>::AT_MOST;  // rows
-    static constexpr int MOSTLY = 96;  // keys of a block, in sixteens that are not hidden from all rows
+    // More blocks than whole ones are streamed (`streamed`).
+    static constexpr bool tails = streams && DecodeStream<K>::known && W == 8;
 
     using Sums = DecodeSums<K>;
 
@@ -45,11 +48,16 @@ struct Decode {
     DecodeSoftmax<K> softmax;      // of a block's scores
     Lines key_lines, value_lines;  // of the block that comes next
     char *key_rows, *value_rows;   // what DecodeScores and DecodeValues need
+    char *copies;                  // 16 keys and 16 values
 
     static int64_t bytes(const regard_call &c) {
         return up(FEW * Tokens<K>::units(c.qk_dim) * int64_t(sizeof(Unit)), 64) +
                (scored() + FEW * BLOCK) * int64_t(sizeof(T)) + DecodeScores<K>::bytes(c.qk_dim) +
-               DecodeValues<K>::bytes(c.v_dim) + Sums::bytes(c);
+               DecodeValues<K>::bytes(c.v_dim) + copied(c) + Sums::bytes(c);
+    }
+    // Of keys and values behind the last whole sixteen of a tensor.
+    static int64_t copied(const regard_call &c) {
+        return tails ? up(Sixteens::EACH * (c.qk_dim + c.v_dim) * int64_t(sizeof(S)), 64) : 0;
     }
     static constexpr int64_t scored() { return streams ? STREAMED * SPAN : FEW * BLOCK; }  // scores at a time
 
@@ -62,6 +70,7 @@ struct Decode {
         if constexpr (K::pairs) softmax.weights = reinterpret_cast<Unit *>(scores + scored());
         key_rows = scratch + (scored() + FEW * BLOCK) * int64_t(sizeof(T));
         value_rows = key_rows + DecodeScores<K>::bytes(c.qk_dim);
+        copies = value_rows + DecodeValues<K>::bytes(c.v_dim);
     }
 
     // The rows of a later unit, and the first block of keys in their schedule.
@@ -95,14 +104,16 @@ struct Decode {
         const int64_t until = span.first + SPAN;
         if constexpr (streams)
             if (lanes.count <= STREAMED) {
-                const Whole whole = whole_blocks(span);
+                const auto whole = WholeBlocks::find(c, lanes, row, span.first, streamed(span, !after));
                 Sixteens keys, values;
                 if (can_stream(span, whole, keys, values)) {
-                    const After begin{lanes, Whole::all_of(whole.first)}, rest{lanes, Whole::all_of(whole.end)};
+                    const After begin{lanes, WholeBlocks::all_of(whole.first)},
+                        rest{lanes, WholeBlocks::all_of(whole.end)};
                     const regard_status before = step_through(span, span.first, whole.first, &begin);
                     if (before != REGARD_DONE) return before;
                     const bool ends = whole.end == until || whole.end == c.keys;
                     stream(span, whole, keys, values, ends ? after : &rest);
+                    if (whole.end == c.keys) return REGARD_DONE;
                     return step_through(span, whole.end, until, after);
                 }
             }
@@ -116,7 +127,7 @@ struct Decode {
         Walk walk(c.by_query, span.row, c.keys, from);
         Todo both[2], *now = both, *later = both + 1;
         if (!find(walk, until, span, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
-        take_queries(lanes);
+        DecodeQueries<K>{c, units, queries}.take(lanes);
         for (bool more = true; more;) {
             key_lines.clear(), value_lines.clear();
             more = find(walk, until, span, *later);
@@ -177,82 +188,39 @@ struct Decode {
 
     // ---- whole blocks ----------------------------------------------------------------------------------------------
 
-    // Blocks of a span, one after another, whose keys are all read.
-    struct Whole {
-        int64_t first, end;
-        Half halves[SPAN / TILE];  // from the first block on
-
-        Block block_at(int64_t token) const {
-            const Half *const half = halves + (token - first) / TILE;
-            return {token, {half[0], half[1]}};
-        }
-        static Block all_of(int64_t token) { return {token, {{true, nullptr}, {true, nullptr}}}; }
-        void add(const Block &block) {
-            if (first == end) first = end = block.first;
-            for (int i = 0; i < 2; ++i) halves[(end - first) / TILE + i] = block.half[i];
-            end += BLOCK;
-        }
-    };
-
-    // The first ones; none if there are none, or the schedule is bad.
-    Whole whole_blocks(const Span &span) const {
-        const int64_t until = span.first + SPAN, all = c.keys / BLOCK * BLOCK, end = until < all ? until : all;
-        Whole found;
-        found.first = found.end = span.first;
-        if (end <= span.first) return found;
-        const bool with_bits = streams_bits(span);
-        Walk walk(c.by_query, span.row, c.keys, span.first);
-        for (Block block; walk.next(end, block);) {
-            const bool whole = is_whole(block, span.lanes, with_bits);
-            if (found.first < found.end && (!whole || block.first != found.end)) return found;
-            if (whole) found.add(block);
-        }
-        if (walk.bad) found.end = found.first;
-        return found;
-    }
-
-    // Whether all rows see all keys of a block; or, with bits, some row sees one of each 16 keys, of most sixteens. The
-    // others are computed in vain, which takes less time than to go block by block.
-    static bool is_whole(const Block &block, const Lanes &lanes, bool with_bits) {
-        if (!block.half[0].listed || !block.half[1].listed) return false;
-        if (!has_bits(block)) return true;
-        if (!with_bits) return false;
-        Bits128 bits;
-        Piece pieces[8];
-        lane_bits(block, lanes, bits);
-        return rows_of(pieces, cut<LANES>(block, bits, int(BLOCK), lanes.count, pieces)) >= MOSTLY;
-    }
-
-    static bool has_bits(const Block &block) { return block.half[0].bits || block.half[1].bits; }
-
-    // Whether blocks with hidden keys may be streamed. Their rows must fit where weights in pairs are otherwise. It
-    // takes 0.57 to 0.78 of the time on AVX2 (Zen 4), and was not tried on AVX-512.
-    bool streams_bits(const Span &span) const {
-        return W == 8 && is_served(span) && span.lanes.count * width <= FEW * BLOCK;
+    // Which blocks may be streamed besides those of 128 keys that all rows see. Where some keys are hidden, 0.57 to
+    // 0.78 of the time on AVX2 (Zen 4); rows must fit where weights in pairs are otherwise. The tokens behind the last
+    // 128, 0.84 to 0.97 in the second cache; from memory, where a short block asks for too little of what comes next
+    // (1.1 to 1.5), only from 96 on, 0.7 to 0.97. Neither was tried on AVX-512.
+    WholeBlocks::Which streamed(const Span &span, bool near) const {
+        const bool more = tails && is_served(span);
+        return {more && span.lanes.count * width <= FEW * BLOCK, more ? near ? 1 : MOST_OF : BLOCK};
     }
 
     // Whether they can be streamed, from where.
-    bool can_stream(const Span &span, const Whole &whole, Sixteens &keys, Sixteens &values) const {
-        const int blocks = int((whole.end - whole.first) / BLOCK);
+    bool can_stream(const Span &span, const WholeBlocks &whole, Sixteens &keys, Sixteens &values) const {
         const bool served = is_served(span), one_page = !served || !DecodeStream<K>::reads_pages();
-        return blocks && (served || K::tiled || span.lanes.count <= 4) &&
-               keys.find(span.k, whole.first, blocks, one_page) && values.find(span.v, whole.first, blocks, one_page);
+        char *const of_values = copies + Sixteens::EACH * c.qk_dim * int64_t(sizeof(S));
+        return whole.tokens() && (served || K::tiled || span.lanes.count <= 4) &&
+               keys.find(span.k, whole.first, whole.tokens(), one_page, copies) &&
+               values.find(span.v, whole.first, whole.tokens(), one_page, of_values);
     }
     bool is_served(const Span &span) const { return DecodeStream<K>::serves(span.lanes.count, c.qk_dim, c.v_dim); }
 
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
-    void stream(const Span &span, const Whole &whole, Sixteens &keys, Sixteens &values, const After *after) {
+    void stream(const Span &span, const WholeBlocks &whole, Sixteens &keys, Sixteens &values, const After *after) {
         if constexpr (DecodeStream<K>::known)
             if (is_served(span)) return stream_sixteens(span, whole, keys, values, after);
         stream_lines(span, whole.first, keys, values.at[0], after);
     }
 
-    void stream_sixteens(const Span &span, const Whole &whole, Sixteens &keys, Sixteens &values, const After *after) {
+    void stream_sixteens(const Span &span, const WholeBlocks &whole, Sixteens &keys, Sixteens &values,
+                         const After *after) {
         const Lanes &lanes = span.lanes;
         const bool in_one = keys.in_one && values.in_one;
         const DecodeStream<K> loops{c.qk_dim, units, c.v_dim, width, {c.qk_dim, c.v_dim, in_one}};
-        if constexpr (K::chained) interleave_queries(lanes);
-        else take_queries(lanes);
+        if constexpr (K::chained) DecodeQueries<K>{c, units, queries}.interleave(lanes);
+        else DecodeQueries<K>{c, units, queries}.take(lanes);
         const char *later[Sixteens::AFTER];
         const int known = after ? find_keys(*after, loops.asks.next_keys(values.bytes, keys.bytes), later) : 0;
         keys.follow(loops.asks.of_keys.sixteens, values.at, values.bytes, values.count);
@@ -261,6 +229,7 @@ struct Decode {
         for (int64_t at = 0; at < keys.tokens(); at += BLOCK) {
             softmax.move_to(scores + at * lanes.count);
             const auto before = [&](int r) { loops.asks.ask(values, at, r, known > 0); };
+            if (at + BLOCK >= keys.tokens()) values.fill_last();
             const auto add = [&] {
                 loops.add(values, at, softmax.weights, lanes.count, span.into.out,
                           value_rows + DecodeValues<K>::coded_at(c.v_dim));
@@ -269,7 +238,7 @@ struct Decode {
             if (has_bits(block)) {
                 add_with_bits(block, span, before, add);
             } else {
-                weigh_all(Whole::all_of(block.first), none(), lanes, span.into, before);
+                weigh_all(block, none(), lanes, span.into, before);
                 add();
             }
         }
@@ -293,9 +262,10 @@ struct Decode {
         for (int i = 0; i < W; ++i) tame &= wild[i] == 0;
         if (tame) return;
         memcpy(out, kept, size_t(n) * sizeof(T));
-        const Tokens<K> v = span.v.some(block.first, BLOCK, value_rows);
+        const int tokens = least(BLOCK, c.keys - block.first);
+        const Tokens<K> v = span.v.some(block.first, tokens, value_rows);
         char *const scratch = value_rows + DecodeValues<K>::coded_at(c.v_dim);
-        DecodeWild<K>{block, bits, v, softmax, c.v_dim, width, span.lanes.count, out, scratch}.add(0, int(BLOCK));
+        DecodeWild<K>{block, bits, v, softmax, c.v_dim, width, span.lanes.count, out, scratch}.add(0, tokens);
     }
 
     // The addresses of up to `count` times 16 keys of other rows. How many are known.
@@ -312,7 +282,7 @@ struct Decode {
     // Weights of a whole block. `before(r)` is called before those of row r.
     template <typename Before>
     void weigh_all(const Block &block, const Bits128 &bits, const Lanes &lanes, const Sums &into, Before before) {
-        const Piece piece{0, int(BLOCK), 0, 1};
+        const Piece piece{0, least(BLOCK, c.keys - block.first), 0, 1};
         for (int r = 0; r < lanes.count; ++r) before(r), softmax.weigh(block, lanes, bits, &piece, 1, r, into);
     }
 
@@ -323,7 +293,7 @@ struct Decode {
         const int64_t key = c.qk_dim * int64_t(sizeof(S)), value = c.v_dim * int64_t(sizeof(S));
         const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
         Todo todo;
-        take_queries(lanes);
+        DecodeQueries<K>{c, units, queries}.take(lanes);
         key_lines.clear(), value_lines.clear();
         key_lines.add(keys.at[0] + BLOCK * key, (tokens - BLOCK) * key);
         key_lines.add(values, BLOCK * value, step);
@@ -334,7 +304,7 @@ struct Decode {
         value_lines.share(DecodeValues<K>::asks(tokens, c.v_dim, lanes.count));
         for (int64_t at = 0; at < tokens; at += BLOCK) {
             softmax.move_to(scores + at * made);
-            weigh_all(Whole::all_of(first + at), none(), lanes, span.into, [](int) {});
+            weigh_all(WholeBlocks::all_of(first + at), none(), lanes, span.into, [](int) {});
             span.v.find(first + at, first + at + BLOCK, todo.values);
             DecodeValues<K>(c.v_dim, width, softmax.weights, value_rows)
                 .add(span.v, todo.values, first + at, 0, BLOCK, lanes.count, span.into.out, value_lines);
@@ -350,49 +320,6 @@ struct Decode {
     }
 
     static int64_t rows_of_sums(const Lanes &lanes) { return K::tiled ? FEW : lanes.count; }
-
-    const S *query(const Lanes &lanes, int r) const {
-        return static_cast<const S *>(c.q.data) + lanes.batch * c.q.batch + lanes.head_of(r) * c.q.head +
-               lanes.query_of(r) * c.q.token;
-    }
-
-    // As [units][rows]: one register addresses what a vector of keys meets.
-    void interleave_queries(const Lanes &lanes) {
-        for (int r = 0; r < lanes.count; ++r) {
-            const S *from = query(lanes, r);
-            for (int64_t i = 0; i < c.qk_dim; ++i) queries[i * lanes.count + r] = widen(from[i]);
-        }
-    }
-
-    void take_queries(const Lanes &lanes) {
-#if defined(REGARD_TILES)
-        if constexpr (K::tiled) return turn_queries(lanes);
-#endif
-        for (int r = 0; r < lanes.count; ++r) {
-            const S *from = query(lanes, r);
-            Unit *to = queries + r * units;
-            if constexpr (K::pairs) {
-                to[units - (units > 0)] = 0;
-                memcpy(to, from, size_t(c.qk_dim) * 2);
-            } else {
-                for (int64_t i = 0; i < c.qk_dim; ++i) to[i] = widen(from[i]);
-            }
-        }
-    }
-
-#if defined(REGARD_TILES)
-    // As [units][16 rows], with 0 for rows and dims that are missing.
-    void turn_queries(const Lanes &lanes) {
-        for (int64_t u = 0; u < units; u += 16) {
-            const int64_t left = c.qk_dim - 2 * u;
-            const __mmask32 real = left < 32 ? (1u << left) - 1 : ~0u;
-            U pairs[FEW] = {};
-            for (int r = 0; r < lanes.count; ++r) pairs[r] = (U)_mm512_maskz_loadu_epi16(real, query(lanes, r) + 2 * u);
-            transpose<uint32_t>(pairs);
-            for (int i = 0; i < FEW; ++i) store(queries + (u + i) * FEW, pairs[i]);
-        }
-    }
-#endif
 
     void step(const Todo &todo, const Lanes &lanes, const Source<K> &keys, const Source<K> &values, const Sums &into) {
         const Block &block = todo.block;

@@ -54,7 +54,7 @@ struct DecodeStream {
 
     // Scores of the blocks' keys, [blocks][rows][128]. queries: [rows][units], for chains [units][rows], for tiles
     // [units][16]. Behind `keys` is what is read next.
-    void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
+    void make(Sixteens &keys, const Unit *queries, int rows, T *scores) const {
 #if defined(REGARD_TILES)
         if constexpr (K::tiled)
             return asks.by_asks([&](auto way) { tiles().template make<decltype(way)>(keys, queries, rows, scores); });
@@ -64,7 +64,7 @@ struct DecodeStream {
         asks.by_rows(rows, [&](auto way) { of_keys.template make<decltype(way)>(keys, queries, rows, scores); });
     }
 
-    // out [rows][width] += weights [rows][128 / pair] x the 128 values from token `first` of the span on. Behind
+    // out [rows][width] += weights [rows][128 / pair] x the block of values from token `first` of the span on. Behind
     // `values` is what is read next. pairs: room for twice 32 values in pairs, if they are multiplied in tiles.
     void add(const Sixteens &values, int64_t first, const Unit *weights, int rows, T *out,
              [[maybe_unused]] char *pairs) const {
@@ -78,10 +78,11 @@ struct DecodeStream {
         const bool turns = asks.how == Asks::all && first + BLOCK == values.tokens();  // to what is read next
         // tokens that one address serves
         const int each = !values.in_one ? EACH : int(BLOCK) - (turns ? asks.of_values.sixteens * EACH : 0);
+        const int count = least(BLOCK / EACH, values.count - first / EACH);
         [[maybe_unused]] const typename P::Mode mode{};
         const StreamValues<K> of_values{asks, v_dim, width};
         asks.by_rows(rows, [&](auto way) {
-            of_values.template add<decltype(way)>(values.at + first / EACH, each, weights, rows, out);
+            of_values.template add<decltype(way)>(values.at + first / EACH, count, each, weights, rows, out);
         });
     }
 

@@ -114,13 +114,18 @@ struct StreamAsks {
         if (behind < of_values.sixteens * values.bytes) ask_all(values, values.count, behind, share);
     }
 
-    // What sixteen n of a block asks for; at: the block's, then those behind it. Where nothing is known of these, lines
-    // of its own, which are near.
+    // What sixteen n of a block asks for; at: the block's `count`, then those behind it. Where nothing is known of
+    // these, lines of its own, which are near.
+    template <typename By>
+    static REGARD_INLINE Later<By> later_of(const char *const *at, int count, int n, const Distance &ahead,
+                                            int64_t bytes) {
+        if constexpr (!By::places) return {at[n + ahead.sixteens] + ahead.bytes, 0};
+        const char *const next = at[count] == at[count - 1] ? at[0] : at[count];
+        return {next + n * (bytes / PLACES), bytes * OF_BLOCK / PLACES};
+    }
     template <typename By>
     static REGARD_INLINE Later<By> later_of(const char *const *at, int n, const Distance &ahead, int64_t bytes) {
-        if constexpr (!By::places) return {at[n + ahead.sixteens] + ahead.bytes, 0};
-        const char *const next = at[OF_BLOCK] == at[OF_BLOCK - 1] ? at[0] : at[OF_BLOCK];
-        return {next + n * (bytes / PLACES), bytes * OF_BLOCK / PLACES};
+        return later_of<By>(at, OF_BLOCK, n, ahead, bytes);
     }
 
     // work(Way) for how lines are asked for, and for how many rows.

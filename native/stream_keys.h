@@ -45,21 +45,25 @@ struct StreamKeys {
 
     // scores: [blocks][rows][128]; queries: [rows][units], for chains [units][rows].
     template <typename By>
-    __attribute__((noinline)) void make(const Sixteens &keys, const Unit *queries, [[maybe_unused]] int rows,
+    __attribute__((noinline)) void make(Sixteens &keys, const Unit *queries, [[maybe_unused]] int rows,
                                         T *scores) const {
         constexpr int R = By::rows;
         const int64_t step = key_dim * int64_t(sizeof(S));
         const int count = keys.tokens();
         const int turn =
             keys.in_one ? count - asks.of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
+        const bool looks = W == 8 || !keys.in_one;
         [[maybe_unused]] const int next = asks.of_keys.sixteens > 0;
         const char *row = keys.at[0];
         Later<By> later = asks.template later_of<By>(keys.at, 0, asks.of_keys, keys.bytes);
         for (int j = 0; j < count; j += EACH, row += EACH * step, later.at += EACH * step) {
-            if (!keys.in_one) row = keys.at[j / EACH];
-            if (By::places || j >= turn)
-                later = asks.template later_of<By>(keys.at + j / BLOCK * OF_BLOCK, j % BLOCK / EACH, asks.of_keys,
+            if (W == 8 && j + EACH == count) keys.fill_last();
+            if (looks) row = keys.at[j / EACH];
+            if (By::places || j >= turn) {
+                const int block = j / int(BLOCK) * OF_BLOCK, next_block = least(block + OF_BLOCK, keys.count);
+                later = asks.template later_of<By>(keys.at + block, next_block - block, j % BLOCK / EACH, asks.of_keys,
                                                    keys.bytes);
+            }
             V sum[R][G] = {};
             const char *const near = keys.at[j / EACH + next];
             if constexpr (K::chained) meet_chains<By>(Steps(row, step), later, near, queries, sum);

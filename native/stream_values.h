@@ -20,9 +20,11 @@ struct StreamValues {
     const StreamAsks<K> &asks;
     const int64_t v_dim, width;
 
-    // out [rows][width] += weights [rows][128 / pair] x a block of values; `each`: tokens that one address serves.
+    // out [rows][width] += weights [rows][128 / pair] x a block of values, on AVX2 of `count` sixteens; `each`: tokens
+    // that one address serves.
     template <typename By>
-    void add(const char *const *values, int each, const Unit *weights, [[maybe_unused]] int rows, T *out) const {
+    void add(const char *const *values, [[maybe_unused]] int count, [[maybe_unused]] int each, const Unit *weights,
+             [[maybe_unused]] int rows, T *out) const {
 #if defined(REGARD_TILES)
         if constexpr (K::chained) return add_chains<By, 8 / (By::rows == 3 ? 4 : By::rows)>(values, weights, out);
 #endif
@@ -30,7 +32,7 @@ struct StreamValues {
             if (v_dim == 8 * W) add_dims<By, 8>(values, each, weights, out);
             else add_dims<By, 4>(values, each, weights, out);
         } else {
-            add_some<By>(values, weights, rows, out);
+            add_some<By>(values, count, weights, rows, out);
         }
     }
 
@@ -97,36 +99,39 @@ struct StreamValues {
 
     // 32 tokens at a time: so they are in the first cache for other rows.
     template <typename By>
-    __attribute__((noinline)) void add_some(const char *const *values, const Unit *weights, [[maybe_unused]] int rows,
-                                            T *out) const {
-        for (int j = 0; j < BLOCK; j += 2 * EACH) {
-            add_32<By>(values, j, weights + j, out);
+    __attribute__((noinline)) void add_some(const char *const *values, int count, const Unit *weights,
+                                            [[maybe_unused]] int rows, T *out) const {
+        for (int i = 0; i < count; i += 2) {
+            add_two<By>(values, count, i, weights + i * EACH, out);
             if constexpr (By::others)
                 behind_four(rows, [&](auto some, int r) {
-                    add_32<decltype(some)>(values, j, weights + r * BLOCK + j, out + r * width);
+                    add_two<decltype(some)>(values, count, i, weights + r * BLOCK + i * EACH, out + r * width);
                 });
         }
     }
 
-    // Tokens j to j + 31: N vectors of dims at a time, so that sums stay in 8 registers; then the dims that are left.
+    // Sixteen i of a block's `count` and, unless it is the last, the next one: N vectors of dims at a time, so that
+    // sums stay in 8 registers; then the dims that are left.
     template <typename By>
-    REGARD_INLINE void add_32(const char *const *values, int j, const Unit *weights, T *out) const {
+    REGARD_INLINE void add_two(const char *const *values, int count, int i, const Unit *weights, T *out) const {
         constexpr int N = 8 / (By::rows == 3 ? 4 : By::rows);
         int64_t d = 0;
-        for (; d + N * W <= v_dim; d += N * W) add_dims_of_32<By, N>(values, j, d, weights, out + d);
+        for (; d + N * W <= v_dim; d += N * W) add_dims_of_two<By, N>(values, count, i, d, weights, out + d);
         if constexpr (N > 4)
-            if (d + 4 * W <= v_dim) add_dims_of_32<By, 4>(values, j, d, weights, out + d), d += 4 * W;
+            if (d + 4 * W <= v_dim) add_dims_of_two<By, 4>(values, count, i, d, weights, out + d), d += 4 * W;
         if constexpr (N > 2)
-            if (d < v_dim) add_dims_of_32<By, 2>(values, j, d, weights, out + d);
+            if (d < v_dim) add_dims_of_two<By, 2>(values, count, i, d, weights, out + d);
     }
 
     template <typename By, int N>
-    REGARD_INLINE void add_dims_of_32(const char *const *values, int j, int64_t d, const Unit *weights, T *to) const {
+    REGARD_INLINE void add_dims_of_two(const char *const *values, int count, int i, int64_t d, const Unit *weights,
+                                       T *to) const {
         constexpr int R = By::rows;
         V sum[R][N];
         take_sums(to, sum);
         if constexpr (in_halves) each_two(sum, [](V &a, V &b) { part_halves(a, b); });
-        for (int half = 0; half < 2; ++half) add_tokens<By>(values, j / EACH + half, d, weights + half * EACH, sum);
+        const int end = least(i + 2, count);
+        for (int n = i; n < end; ++n, weights += EACH) add_tokens<By>(values, count, n, d, weights, sum);
         if constexpr (in_halves) each_two(sum, [](V &a, V &b) { join_halves(a, b); });
         put_sums(sum, to);
     }
@@ -149,13 +154,13 @@ struct StreamValues {
 
     // Tokens of sixteen `number`; lines are asked for in the order of memory, as many as N vectors of all tokens have.
     template <typename By, int R, int N>
-    REGARD_INLINE void add_tokens(const char *const *values, int number, int64_t d, const Unit *weights,
+    REGARD_INLINE void add_tokens(const char *const *values, int count, int number, int64_t d, const Unit *weights,
                                   V (&sum)[R][N]) const {
         constexpr int BYTES = N * W * int(sizeof(S));  // of a token: a line, or half of one, or several
         const int64_t step = v_dim * int64_t(sizeof(S)), before = d * EACH * int64_t(sizeof(S));
         const char *row = values[number] + d * int64_t(sizeof(S));
         const char *next = values[number + (asks.of_values.sixteens > 0)] + before;
-        Later<By> later = asks.template later_of<By>(values, number, asks.of_values, EACH * step);
+        Later<By> later = asks.template later_of<By>(values, count, number, asks.of_values, EACH * step);
         later.pass(before / Lines::LINE);
         constexpr int LINES = By::places ? PLACES : 1;                                       // asked for between passes
         constexpr int TURN = LINES * Lines::LINE > BYTES ? LINES * Lines::LINE / BYTES : 1;  // tokens
