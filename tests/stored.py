@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from regard.cache import Codec, StoredTensor
+from regard.cache import Codec, PagePool, StoredTensor
 from regard.cache.store import CachedTensor
 from regard.storage.codec import TILE, Codes, encode_rows, encode_tiled
 from regard.storage.stored import Part
@@ -17,6 +17,12 @@ def normal(*sizes: int, seed: int = 0) -> Tensor:
 def dense(t: CachedTensor) -> Tensor:
     """What is stored, decoded; a tensor as it is."""
     return t if isinstance(t, Tensor) else t.dense()
+
+
+def used_pages(pool: PagePool) -> int:
+    """Pages that sequences hold, to which something refers."""
+    with pool.storage.exclusive:
+        return pool.storage.used
 
 
 def plain(t: Tensor) -> Part:

@@ -14,7 +14,7 @@ from regard import Causal, ProblemError, Rope, Window, attend
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
-from tests.stored import dense
+from tests.stored import dense, used_pages
 
 HEADS, QK, V = 3, 8, 5
 
@@ -222,8 +222,8 @@ def test_a_pool_travels_whole_with_its_sequences(way: str):
         assert all(torch.equal(a.dense(), b.dense()) for a, b in zip(found, expected, strict=True))
     held = pool.free_pages
     del copies
-    assert other.storage.used == 0
-    assert (pool.free_pages, pool.storage.used > 0) == (held, True)
+    assert used_pages(other) == 0
+    assert (pool.free_pages, used_pages(pool) > 0) == (held, True)
 
 
 @pytest.mark.parametrize("way", ["pickle", "torch.save"])
@@ -234,9 +234,9 @@ def test_caches_that_share_a_pool_share_one_again(way: str):
         Step(21).into(cache)
     first, second = WAYS[way](caches)
     assert first.layout.pool is second.layout.pool is not pool
-    assert first.layout.pool.storage.used == pool.storage.used
+    assert used_pages(first.layout.pool) == used_pages(pool)
     alone = WAYS[way](caches[0])  # its pool comes along; what only others held there is free
-    assert alone.layout.pool.storage.used == pool.storage.used // 2
+    assert used_pages(alone.layout.pool) == used_pages(pool) // 2
     step = Step(5)
     found = [step.into(cache) for cache in (caches[0], first, alone)]
     assert same(found[0], found[1])
@@ -247,12 +247,12 @@ def test_a_deep_copy_shares_the_pool_and_parts_where_it_is_written_to():
     pool = PagePool(page=16)
     cache = KVCache(Paged(16, pool))
     Step(21).into(cache)
-    used = pool.storage.used
+    used = used_pages(pool)
     other = copy.deepcopy(cache)
-    assert (other.layout, pool.storage.used) == (cache.layout, used)
+    assert (other.layout, used_pages(pool)) == (cache.layout, used)
     before = Step(0).into(cache)
     Step(1).into(other)
-    assert pool.storage.used == used + 2
+    assert used_pages(pool) == used + 2
     assert same(Step(0).into(cache), before)
 
 
@@ -280,10 +280,10 @@ def test_a_copy_of_a_sequence_is_a_fork():
     sequence, step = pool.sequence(), Step(21, batch=1)
     pool.append([sequence], step.k, step.v)
     other = copy.copy(sequence)
-    assert (len(other), other.plain, pool.storage.used) == (21, sequence.plain, 2)
+    assert (len(other), other.plain, used_pages(pool)) == (21, sequence.plain, 2)
     new = Step(1, batch=1)
     pool.append([other], new.k, new.v)
-    assert (len(sequence), len(other), pool.storage.used) == (21, 22, 3)
+    assert (len(sequence), len(other), used_pages(pool)) == (21, 22, 3)
     sequence.free()
     with pytest.raises(ProblemError, match="the sequence was freed"):
         copy.copy(sequence)

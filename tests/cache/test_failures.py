@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, ProblemError, Rope
-from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV, page_storage
+from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
 from regard.cache.evict import Eviction
 from regard.cache.page_memory import PlainPageMemory
 from regard.cache.pages import Page, PageAllocator
+from regard.cache.pool_lock import pool_locks
 from regard.cache.quantised import QuantisedStore
 from regard.cache.sequence import Sequence
 from regard.cache.steps import StepCache
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
-from tests.stored import dense
+from tests.stored import dense, used_pages
 
 HEADS, DIM = 2, 16
 VIEWS = {"slice", "alias", "view", "expand", "transpose", "unsqueeze", "squeeze", "select", "detach", "unfold", "split"}
@@ -188,11 +189,12 @@ def _is_guard(frame: FrameType) -> bool:
 
 @pytest.fixture(autouse=True)
 def _no_thread_waits() -> Generator[None]:
-    """Nobody holds the lock of the pools after a call that failed: other threads would wait forever."""
+    """Nobody holds the lock of a pool after a call that failed: other threads would wait forever."""
     yield
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(page_storage._lock.acquire, timeout=1).result()  # pyright: ignore[reportPrivateUsage]
-        other.submit(page_storage._lock.release).result()  # pyright: ignore[reportPrivateUsage]
+        for lock in pool_locks():
+            assert other.submit(lock.acquire, timeout=1).result()
+            other.submit(lock.release).result()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_pages_of_other_sequences_stay_where_ctrl_c_comes(name: str):
         del one, other
         gc.collect()
         assert [page.references for page in left.plain] == [1] * 5, at
-        assert pool.storage.used == 5, at
+        assert used_pages(pool) == 5, at
         assert torch.equal(pool.append([left], k[:, :, :0], v[:, :, :0])[0].dense(), k), at
 
 

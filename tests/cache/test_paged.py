@@ -170,7 +170,7 @@ def test_a_first_append_that_fails_leaves_nothing_behind():
     cache = KVCache(Paged(pool=pool))
     with pytest.raises(ProblemError, match="4 pages of 16 tokens are wanted"):
         cache.append(*tokens_of(17))
-    assert (cache.tokens, pool.free_pages, len(pool.storage.tables)) == (0, 3, 0)
+    assert (cache.tokens, pool.free_pages, len(pool.storage.held.tables)) == (0, 3, 0)
 
 
 def test_eviction_gives_whole_pages_back():

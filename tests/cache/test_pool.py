@@ -450,9 +450,9 @@ def test_a_sequence_that_nobody_refers_to_gives_its_pages_back():
     fork = row.fork()
     assert pool.free_pages == 5
     del row
-    assert (pool.free_pages, len(pool.storage.tables)) == (5, 1)
+    assert (pool.free_pages, len(pool.storage.held.tables)) == (5, 1)
     del fork
-    assert (pool.free_pages, len(pool.storage.tables)) == (8, 0)
+    assert (pool.free_pages, len(pool.storage.held.tables)) == (8, 0)
 
 
 def test_steps_of_one_token_change_pages_only_when_a_page_is_full(monkeypatch: pytest.MonkeyPatch):
@@ -558,3 +558,12 @@ def test_rows_that_are_no_indices_of_sequences_are_refused_and_nothing_is_change
         pool.select(sequences, rows)
     assert [len(one) for one in sequences] == [5, 5]
     pool.append(sequences, *tokens_of(1, rows=2))
+
+
+def test_an_append_that_finds_no_page_does_not_say_what_tokens_are_like():
+    pool, k = PagePool(pages=2, page=4), torch.randn(1, 2, 9, 8)
+    row = pool.sequence()
+    with pytest.raises(ProblemError, match="3 pages of 4 tokens are wanted, and 2 of 2 are free"):
+        pool.append([row], k, k)
+    fitting = torch.randn(1, 1, 8, 4, dtype=torch.float64)
+    assert torch.equal(pool.append([row], fitting, fitting)[0].dense(), fitting)

@@ -240,7 +240,7 @@ class Pool(RuleBasedStateMachine):
                 assert page.twin is None or page.twin.twin is page
         assert storage.used == len(held) <= self.pages
         assert self.pool.free_pages == self.pages - len(held)
-        assert len(storage.tables) == len(self.all)
+        assert len(storage.held.tables) == len(self.all)
 
 
 class PoolOfCodes(Pool):

@@ -1,27 +1,31 @@
-"""A pool whose sequences are used in several threads, each sequence in one of them."""
+"""A pool whose sequences are used in several threads, each sequence in one, and collected in any, before any line."""
 
+import gc
 import os
 import pickle
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, RLock, Thread
-from typing import Any
+from threading import Barrier, Event, RLock, Thread
+from types import FrameType
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor
 
-from regard.cache import KVCache, page_storage
+from regard import ProblemError
+from regard.cache import KVCache
 from regard.cache.batch_table import BatchTable
 from regard.cache.page_storage import PageStorage
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.storage.codec import Int8
 from regard.storage.stored import Paged
-from tests.stored import dense
+from tests.stored import dense, used_pages
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_pages_of_an_append_that_failed_are_given_back_before_another_thread_tak
         new = tokens_of(16, 1, len(others))
         pool.append(others, new, new)
 
-    monkeypatch.setattr(page_storage, "_lock", _Handover(take_all))
+    monkeypatch.setattr(pool.storage, "_lock", _Handover(take_all))
     monkeypatch.setattr(BatchTable, "write", _fail_once(BatchTable.write))
     with pytest.raises(MemoryError):
         pool.append([row], k, k)
@@ -122,7 +126,7 @@ def test_sequences_of_several_threads_have_their_own_tokens(codec: Int8 | None):
     for seed, found in enumerate(together):
         alone = served(PagePool(page=16, codec=codec), seed)
         assert all(map(torch.equal, found, alone))
-    assert (pool.storage.used, pool.bytes) == (0, 0)
+    assert (used_pages(pool), pool.bytes) == (0, 0)
 
 
 def served(pool: PagePool, seed: int) -> list[Tensor]:
@@ -189,6 +193,145 @@ def test_a_process_that_is_forked_while_a_thread_changes_pages_can_use_the_pool(
             os._exit(tokens)
     other.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_sequences_of_one_pool_do_not_wait_for_those_of_another():
+    busy, pool, k = PagePool(), PagePool(), tokens_of(5, 0)
+    busy_row = busy.sequence()
+    with ThreadPoolExecutor(1) as threads, busy.storage.exclusive:
+        appended = threads.submit(lambda: pool.append([pool.sequence()], k, k))
+        waits = threads.submit(busy_row.fork)
+        assert torch.equal(appended.result(timeout=5)[0].dense(), k)
+        assert not waits.done()
+    assert len(waits.result()) == 0
+
+
+@pytest.mark.parametrize("other", [tokens_of(5, 1).double(), tokens_of(5, 1)[:, :1], tokens_of(5, 1)[..., :4]])
+def test_the_first_of_two_threads_says_what_tokens_are_like(other: Tensor, monkeypatch: pytest.MonkeyPatch):
+    """Neither has found anything to compare its tokens to before both write."""
+    pool, both, write = PagePool(page=4), Barrier(2), PagePool.write
+    rows, given = [pool.sequence(), pool.sequence()], [tokens_of(5, 0), other]
+
+    def write_together(self: PagePool, *arguments: Any) -> Any:
+        both.wait()
+        return write(self, *arguments)
+
+    def append(row: int) -> Tensor | ProblemError:
+        try:
+            return pool.append([rows[row]], given[row], given[row])[0].dense()
+        except ProblemError as problem:
+            return problem
+
+    monkeypatch.setattr(PagePool, "write", write_together)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(append, range(2)))
+    refused = next(row for row in range(2) if isinstance(found[row], ProblemError))
+    assert "a pool is for one layer" in str(found[refused])
+    stored = found[1 - refused]
+    assert isinstance(stored, Tensor)
+    assert torch.equal(stored, given[1 - refused])
+    assert stored.dtype is given[1 - refused].dtype
+    assert (len(rows[refused]), len(rows[1 - refused])) == (0, 5)
+
+
+def test_a_sequence_is_collected_while_another_thread_changes_pages():
+    """It waits for nobody: a thread that collects it may have what the other waits for."""
+    pool, k, is_inside, may_leave = PagePool(page=4), tokens_of(9, 0), Event(), Event()
+    row = pool.sequence()
+    pool.append([row], k, k)
+
+    def change() -> None:
+        with pool.storage.exclusive:
+            is_inside.set()
+            may_leave.wait(5)
+
+    other = Thread(target=change)
+    other.start()
+    is_inside.wait()
+    before = time.monotonic()
+    del row
+    waited = time.monotonic() - before
+    may_leave.set()
+    other.join()
+    assert waited < 4
+    assert used_pages(pool) == 0
+
+
+class Collected:
+    """The garbage collector runs before the n-th line of a call in the files of caches; counts these lines."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count, self._before = at, 0, sys.gettrace()
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._line if "/regard/cache/" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        self.count += event == "line"
+        if self.count == self.at:
+            self.at = 0
+            gc.collect()
+        return self._line
+
+
+@pytest.fixture
+def _only_new_garbage() -> Iterator[None]:
+    """The garbage collector runs when it is told to, and looks at what was made since."""
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+WHILE: dict[str, Callable[[PagePool, Sequence], object]] = {
+    "append": lambda pool, row: pool.append([row], tokens_of(70, 1), tokens_of(70, 1)),
+    "fork": lambda pool, row: row.fork(),
+    "crop": lambda pool, row: row.crop(21),
+    "free": lambda pool, row: row.free(),
+    "find": lambda pool, row: pool.sequence(range(90)),
+    "select": lambda pool, row: pool.select([row], [0, 0]),
+    "shrink": lambda pool, row: pool.storage.shrink(),
+    "count": lambda pool, row: (repr(pool), pool.free_pages),
+    "pickle": lambda pool, row: pickle.loads(pickle.dumps(pool)),
+}
+
+
+@pytest.mark.usefixtures("_only_new_garbage")
+@pytest.mark.parametrize("codec", [None, Int8(residual=16)], ids=str)
+@pytest.mark.parametrize("call", WHILE)
+def test_a_sequence_is_collected_before_any_line_of_a_call(call: str, codec: Int8 | None):
+    k, none, counted = tokens_of(90, 0), tokens_of(0, 0), 0
+    for sample in range(12):
+        pool = PagePool(page=16, codec=codec)
+        row, left, other = pool.sequence(range(90)), pool.sequence(), pool.sequence()
+        for s, count in ((row, 90), (left, 90), (other, 1000)):
+            pool.append([s], *(tokens_of(count, 0) for _ in range(2)))
+        other.free()
+        gone: list[object] = [row.fork(), pool.append([left], none, none)[0]]
+        before = pool.append([left], none, none)[0].dense()
+        pool.append([gone[0]], k, k)  # pyright: ignore[reportArgumentType]
+        gone.append(gone)
+        del gone, s, other
+        with Collected(sample and 1 + (sample - 1) * counted // 11) as collected:
+            result = WHILE[call](pool, row)
+        counted = counted or collected.count
+        del result
+        gc.collect()
+        held = Counter(page for s in (row, left) for page in (*s.plain, *s.coded))
+        assert used_pages(pool) == len(held)
+        for page in (*pool.storage.plain.pages, *pool.storage.coded.pages):
+            assert (page.references, page in page.allocator.free) == (held[page], not held[page])
+            assert page.allocator.pages[page.index] is page
+        assert torch.equal(pool.append([left], none, none)[0].dense(), before)
 
 
 def test_a_pool_can_be_pickled_and_used_in_threads_again():

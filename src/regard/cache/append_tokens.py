@@ -58,11 +58,13 @@ def append_tokens(
     After an error nothing was changed.
 
     Raises:
-        ProblemError: the pool is full, or an element cannot be written as a code.
+        ProblemError: the pool is full, an element cannot be written as a code, or another thread was first to append,
+            tokens of another shape or dtype.
     """
     undo: Undo | None = None
     try:
         with storage.exclusive:
+            _settle_form(storage, k, v)
             batch = batch_table(storage, sequences)
             change, encoded = _prepared(storage, sequences, k, v)
             undo = Undo(storage, sequences)
@@ -75,6 +77,15 @@ def append_tokens(
         if undo is not None:
             undo.restore()
         raise
+
+
+def _settle_form(storage: PageStorage, k: Tensor, v: Tensor) -> None:
+    """Let the first tokens say what all others must be like, if the pool has pages for them."""
+    form = storage.check_form(k, v)
+    if storage.form is None:
+        pages = form.batch * -(-k.shape[2] // storage.page)
+        storage.check_free(pages, pages)
+        storage.set_form(form)
 
 
 def _write(
@@ -216,7 +227,7 @@ def _move_pages(
     copied: list[tuple[int, int]] = []
     for row, (s, step) in enumerate(zip(sequences, change.rows, strict=True)):
         coded += [(row, len(s.coded) + i, page.index) for i, page in enumerate(codes[row])]
-        s.coded += codes[row]
+        s.coded.extend(codes[row])
         del s.plain[storage.sink_pages : storage.sink_pages + len(step.removed)]
         if step.writes_last:
             last = s.plain[-1]

@@ -6,29 +6,25 @@ as its position in one list, parents first.
 """
 
 import math
-import os
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from regard.cache.check import form_of
+from regard.cache.held_pages import HeldPages
 from regard.cache.page_memory import CodedPageMemory, KeyScales, PlainPageMemory
-from regard.cache.pages import BlockTable, Page, PageAllocator, PrefixNode
-from regard.cache.store import Form, with_spare
+from regard.cache.pages import BlockTable, OwnPages, Page, PageAllocator, PrefixNode
+from regard.cache.pool_lock import pool_lock
+from regard.cache.store import Form, describe_tensor, with_spare
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 
 MIN_TOKENS = 64
 """Tokens that memory is allocated for at first, and at least."""
-
-_lock = threading.RLock()  # the garbage collector may free a sequence, of any pool, in a thread that has the lock
-if hasattr(os, "register_at_fork"):  # a forked process gets no lock of another thread, and no half-changed pages
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class PageStorage:
@@ -50,7 +46,7 @@ class PageStorage:
         residual: tokens at the end of a sequence that stay plain.
         root: the root of the tree of known token prefixes.
         form: shape and dtype of a token (the batch size in it is not used); None until the first tokens arrive.
-        tables: the block tables of all sequences that were not freed.
+        held: the pages of all sequences that were not freed.
     """
 
     def __init__(self, limit: int | None, page: int, codec: Codec | torch.dtype | None) -> None:
@@ -60,32 +56,56 @@ class PageStorage:
         self.residual = 0 if self.codec is None else self.codec.residual
         self.plain, self.coded, self.root = PageAllocator(), PageAllocator(), PrefixNode()
         self.form: Form | None = None
-        self.tables: WeakSet[BlockTable] = WeakSet()
+        self.held, self._lock = HeldPages(), pool_lock()
         self.plain_memory: PlainPageMemory
         self.coded_memory: CodedPageMemory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pages, tree and block tables as indices."""
         with self.exclusive:
-            tables = list(self.tables)
-            state = {name: value for name, value in self.__dict__.items() if name not in ("plain", "coded", "root")}
+            tables, others = self.held.tables, ("plain", "coded", "root", "held", "_lock")
+            state = {name: value for name, value in self.__dict__.items() if name not in others}
             return state | {"tables": tables, "indices": to_indices(self.plain, self.coded, self.root, tables)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tables, indices = state.pop("tables"), state.pop("indices")
         self.__dict__.update(state)
-        self.tables = WeakSet(tables)
         self.plain, self.coded, self.root = from_indices(indices, tables)
+        self.held, self._lock = HeldPages(tables), pool_lock()
+        self.count_references()  # a sequence may have been collected while its pool was pickled
 
     @property
     def exclusive(self) -> AbstractContextManager[Any]:
-        """Inside of it no other thread reads or changes pages; nothing in a graph of `torch.compile`."""
-        return nullcontext() if torch.compiler.is_compiling() else _lock
+        """Inside of it no other thread reads or changes pages. First it releases those of sequences that are gone."""
+        if self.held.any_gone:
+            with self._lock:
+                try:
+                    self.held.release_gone()
+                except BaseException:  # Ctrl-C
+                    self.count_references()
+                    raise
+        return self._lock
 
     @property
     def used(self) -> int:
         """Pages in use, of both allocators."""
         return self.plain.used + self.coded.used
+
+    def check_form(self, k: Tensor, v: Tensor) -> Form:
+        """The shape and dtype of new tokens, which must be those of all others.
+
+        Raises:
+            ProblemError: they differ from those of the first tokens.
+        """
+        form, new = self.form, form_of(k, v)
+        if form is not None and new[1:] != form[1:]:
+            raise ProblemError(
+                f"k is {describe_tensor(k)} and v {describe_tensor(v)}, and the pool stores "
+                f"{str(form.dtype).removeprefix('torch.')} keys [tokens, {form.kv_heads}, {form.qk_dim}] and values "
+                f"[tokens, {form.kv_heads}, {form.v_dim}] on {form.device}: a pool is for one layer. Give other layers "
+                "pools of their own."
+            )
+        return new
 
     def set_form(self, form: Form) -> None:
         """Set the shape and dtype of tokens. Memory is allocated later, by `reserve`.
@@ -126,7 +146,7 @@ class PageStorage:
         assert self.limit is not None
         raise ProblemError(
             f"{wanted} pages of {self.page} tokens are wanted, and {self.limit - self.used} of {self.limit} are free; "
-            f"{len(self.tables)} sequences hold the others. Nothing was changed: free() or crop() a sequence, or "
+            f"{len(self.held.tables)} sequences hold the others. Nothing was changed: free() or crop() a sequence, or "
             "make a larger pool."
         )
 
@@ -145,7 +165,7 @@ class PageStorage:
 
     def count_references(self) -> None:
         """Find out again which pages are in use, after an error while they changed. No other page can be found then."""
-        references = Counter(page for table in self.tables for page in (*table.plain, *table.coded))
+        references = Counter(self.held.pages)
         for allocator in (self.plain, self.coded):
             for page in allocator.pages:
                 page.references = references[page]
@@ -166,7 +186,7 @@ class PageStorage:
             count = max(with_spare(pages.used), -(-MIN_TOKENS // self.page))
             if memory is None or memory.pages < 2 * count:
                 continue
-            for table in self.tables:  # pages will have new indices
+            for table in self.held.tables:  # pages will have new indices
                 table.batch = None
             tensors = memory.shrunk([page.index for page in pages.in_use], count)
             try:
@@ -241,8 +261,9 @@ def from_indices(state: dict[str, Any], tables: list[BlockTable]) -> tuple[PageA
     for table, fields in zip(tables, state["tables"], strict=True):
         table.batch, table.row = None, 0
         table.page, table.sink_pages, table.tokens = fields["page"], fields["sink_pages"], fields["tokens"]
-        table.plain = [plain.pages[index] for index in fields["plain"]]
-        table.coded = [coded.pages[index] for index in fields["coded"]]
+        table.own = OwnPages(
+            [plain.pages[index] for index in fields["plain"]], [coded.pages[index] for index in fields["coded"]]
+        )
         table.indexed, table.node = fields["indexed"], nodes[fields["node"]]
         table.ids, table.is_exact = fields["ids"], fields["is_exact"]
         table.segments = None if fields["segments"] is None else tuple(fields["segments"])

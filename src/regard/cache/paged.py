@@ -233,7 +233,8 @@ def keep_tokens(storage: PageStorage, sequences: list[Sequence], index: Tensor) 
         storage.plain_memory.write(slots, elements)  # the last that can lack memory, before it writes
         if codes_at is not None and storage.coded_memory is not None:
             storage.coded_memory.write_tokens(codes_at, encoded)
-        for s, s.plain, s.coded in zip(sequences, new_plain, new_coded, strict=True):
+        for s, plain, coded in zip(sequences, new_plain, new_coded, strict=True):
+            s.plain[:], s.coded[:] = plain, coded
             s.tokens, s.batch, s.indexed, s.node = kept, None, 0, storage.root
             s.segments = None if storage.codec is None else (front, tail_start - front)
             s.ids.clear()

@@ -9,6 +9,7 @@ ago. Known pages are found in a tree of token ids, which compares ids and not on
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 
 class Page:
@@ -170,14 +171,20 @@ class PageAllocator:
                 self.free.move_to_end(page, last=False)
 
 
+class OwnPages(NamedTuple):
+    """The pages of one sequence. The lists change and are never replaced: `HeldPages` has them as well."""
+
+    plain: list[Page]
+    coded: list[Page]
+
+
 class BlockTable:
     """The pages of a sequence: plain sink pages, pages of codes, plain pages at the end (the tail).
 
     Attributes:
         page: tokens per page.
         sink_pages: pages at the front that stay plain when the sequence is written by a codec.
-        plain: the plain pages: first the sink pages, then those of the tail.
-        coded: the pages of codes.
+        own: its plain pages and its pages of codes.
         tokens: tokens in the sequence.
         ids: token ids from the first token on, as far as they are known; they may reach beyond `tokens`.
         is_exact: whether no stored element went through a codec and back. Only then other sequences may find the pages.
@@ -189,8 +196,7 @@ class BlockTable:
 
     def __init__(self, page: int, sink_pages: int, root: PrefixNode, ids: list[int]) -> None:
         self.page, self.sink_pages = page, sink_pages
-        self.plain: list[Page] = []
-        self.coded: list[Page] = []
+        self.own = OwnPages([], [])
         self.tokens = 0
         self.ids = ids
         self.is_exact = True
@@ -199,6 +205,16 @@ class BlockTable:
         self.node = root
         self.batch: object | None = None  # a `BatchTable`, which imports this module
         self.row = 0
+
+    @property
+    def plain(self) -> list[Page]:
+        """The plain pages: first the sink pages, then those of the tail."""
+        return self.own.plain
+
+    @property
+    def coded(self) -> list[Page]:
+        """The pages of codes."""
+        return self.own.coded
 
     @property
     def front_pages(self) -> int:

@@ -74,7 +74,7 @@ class PagePool:
     @property
     def bytes(self) -> int:
         """Bytes of the stored tokens and their scales; tokens in shared pages count once."""
-        return self.storage.stored_bytes(self.storage.tables)
+        return self.storage.stored_bytes(self.storage.held.tables)
 
     @property
     def allocated_bytes(self) -> int:
@@ -89,9 +89,10 @@ class PagePool:
     def free_pages(self) -> int:
         """Pages that no sequence refers to: up to the limit or, without a limit, in the memory allocated so far."""
         storage = self.storage
-        if storage.limit is None:
-            return len(storage.plain.free) + len(storage.coded.free)
-        return storage.limit - storage.used
+        with storage.exclusive:
+            if storage.limit is None:
+                return len(storage.plain.free) + len(storage.coded.free)
+            return storage.limit - storage.used
 
     def sequence(self, tokens: Iterable[int] | Int[Tensor, " tokens"] | None = None) -> Sequence:
         """A new sequence.
@@ -154,10 +155,7 @@ class PagePool:
     ) -> tuple[StoredTensor, StoredTensor]:
         """`append` without checks, of keys and values that are rotated already where the codec rotates."""
         storage = self.storage
-        with storage.exclusive:
-            if storage.form is None:
-                storage.set_form(form_of(k, v))
-        stored = _extend(storage, sequences, k, v) if ids is None else None
+        stored = _extend(storage, sequences, k, v) if ids is None and storage.form is not None else None
         return append_tokens(storage, sequences, k, v, ids) if stored is None else stored
 
     def select(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
@@ -190,7 +188,7 @@ class PagePool:
         storage = self.storage
         free = f"{self.free_pages:,}" + (" allocated" if storage.limit is None else f" of {storage.limit:,}")
         codec = "" if storage.stored_as is None else f", {str(storage.stored_as).removeprefix('torch.')}"
-        text = f"PagePool({free} pages of {storage.page} tokens free, {len(storage.tables)} sequences{codec}"
+        text = f"PagePool({free} pages of {storage.page} tokens free, {len(storage.held.tables)} sequences{codec}"
         if storage.form is None:
             return f"{text})"
         sides = ", ".join(
@@ -201,19 +199,13 @@ class PagePool:
         return f"{text}: {sides} {dtype}: {self.bytes:,} bytes, {self.allocated_bytes:,} allocated)"
 
     def _check_elements(self, sequences: list[Sequence], k: Tensor, v: Tensor) -> None:
-        form, new = self.storage.form, form_of(k, v)
+        new = form_of(k, v)
         if new.batch != len(sequences):
             raise ProblemError(
                 f"k is {describe_tensor(k)} and v {describe_tensor(v)} for {len(sequences)} sequences: expected one "
                 f"batch row for each sequence, [{len(sequences)}, kv_heads, tokens, dim]."
             )
-        if form is not None and new[1:] != form[1:]:
-            raise ProblemError(
-                f"k is {describe_tensor(k)} and v {describe_tensor(v)}, and the pool stores "
-                f"{str(form.dtype).removeprefix('torch.')} keys [tokens, {form.kv_heads}, {form.qk_dim}] and values "
-                f"[tokens, {form.kv_heads}, {form.v_dim}] on {form.device}: a pool is for one layer. Give other layers "
-                "pools of their own."
-            )
+        self.storage.check_form(k, v)
         check_inference(k, v, "pool")
 
 

@@ -1,8 +1,6 @@
 """A sequence of a pool: its block table, and how pages are shared, cropped, freed and found again."""
 
-import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,14 +15,14 @@ class Sequence(BlockTable):
     """The tokens of one text, in pages of a pool. `PagePool.sequence` creates it, `PagePool.append` adds tokens.
 
     Forks, and other sequences that begin with the same tokens, share its pages until one of them writes to a page.
-    When nothing refers to a sequence any more, its pages are freed; `free()` frees them now.
+    When nothing refers to a sequence any more, the next call of its pool frees its pages; `free()` frees them now.
     """
 
     def __init__(self, storage: PageStorage, ids: list[int] | None = None) -> None:
         super().__init__(storage.page, storage.sink_pages, storage.root, [] if ids is None else ids)
         self.storage = storage
         self.is_freed = False
-        storage.tables.add(self)
+        storage.held.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """The storage, whose state has the block tables of all sequences that are not freed."""
@@ -63,7 +61,7 @@ class Sequence(BlockTable):
             other.is_exact, other.segments = self.is_exact, self.segments
             self.batch = None  # a page that both have is copied before one of them writes to it
             try:
-                other.plain, other.coded = self.plain.copy(), self.coded.copy()
+                other.plain[:], other.coded[:] = self.plain, self.coded
                 for page in (*other.plain, *other.coded):  # each has a reference, so none is free
                     page.references += 1
             except BaseException:  # Ctrl-C: `other` would release pages that it has not retained
@@ -81,18 +79,15 @@ class Sequence(BlockTable):
         with self.storage.exclusive:
             try:
                 self.is_freed, self.batch = True, None
-                self.storage.tables.discard(self)
+                self.storage.held.discard(self)
                 self.release_from(0)
                 self.tokens = 0
             except BaseException:  # Ctrl-C: a second call would release nothing
-                self.is_freed, self.batch, self.tokens, self.plain, self.coded = True, None, 0, [], []
-                self.storage.tables.discard(self)
+                self.is_freed, self.batch, self.tokens = True, None, 0
+                self.storage.held.discard(self)
+                del self.plain[:], self.coded[:]
                 self.storage.count_references()
                 raise
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "is_freed") and not is_finalizing():  # a default, as globals are None by then
-            self.free()
 
     def crop(self, tokens: int) -> None:
         """Remove all but the first `tokens` tokens, for example drafts that were not accepted.
@@ -305,4 +300,4 @@ def _crop_segments(s: Sequence, tokens: int) -> None:
     for removed in reversed([*(p for p in s.plain if p not in kept), *s.coded[coded_pages:]]):
         removed.allocator.release(removed)
     del s.coded[coded_pages:]
-    s.plain, s.segments, s.tokens, s.batch = kept, (front, coded), tokens, None
+    s.plain[:], s.segments, s.tokens, s.batch = kept, (front, coded), tokens, None
