@@ -560,6 +560,22 @@ def test_rows_that_are_no_indices_of_sequences_are_refused_and_nothing_is_change
     pool.append(sequences, *tokens_of(1, rows=2))
 
 
+def test_compiled_steps_are_compiled_once_for_all_lengths():
+    """Pages change between two graphs: what is before an append, and what is after it."""
+    (pool, compiled), (other, plain) = ((pool, pool.sequence()) for pool in (PagePool(page=4), PagePool(page=4)))
+
+    def step(pool: PagePool, row: Sequence, q: Tensor, k: Tensor) -> Tensor:
+        return attend(q + 1, *pool.append([row], k * 2, k)) - 1
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    fast = torch.compile(step, backend="eager")
+    for count in (9, *[1] * 20):
+        q, k = torch.randn(1, 4, count, 8), torch.randn(1, 2, count, 8)
+        assert torch.equal(fast(pool, compiled, q, k), step(other, plain, q, k))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+
+
 def test_an_append_that_finds_no_page_does_not_say_what_tokens_are_like():
     pool, k = PagePool(pages=2, page=4), torch.randn(1, 2, 9, 8)
     row = pool.sequence()

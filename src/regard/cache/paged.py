@@ -22,6 +22,7 @@ from regard.cache.store import CachedTensor, Form, check_has_data, replacement, 
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Paged, Part, StoredTensor
+from regard.torch_internals import leave_out_of_graphs
 
 
 class PagedStore:
@@ -153,6 +154,9 @@ class PagedStore:
         other = replacement(self)
         other.sequences = [sequence.fork() for sequence in self.sequences]
         return other
+
+
+leave_out_of_graphs(PagedStore.keep)  # as the changes of sequences are
 
 
 def _copied_table(part: Part) -> Part:

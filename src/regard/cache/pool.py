@@ -25,6 +25,7 @@ from regard.integers import as_integer
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import StoredTensor
+from regard.torch_internals import leave_out_of_graphs
 
 
 class PagePool:
@@ -207,6 +208,10 @@ class PagePool:
             )
         self.storage.check_form(k, v)
         check_inference(k, v, "pool")
+
+
+for _method in (PagePool.sequence, PagePool.write, PagePool.chosen):  # else each length has a graph of its own
+    leave_out_of_graphs(_method)
 
 
 def _extend(

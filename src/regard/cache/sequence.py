@@ -9,6 +9,7 @@ from regard.cache.page_storage import PageStorage
 from regard.cache.pages import BlockTable, Page, PrefixNode
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+from regard.torch_internals import leave_out_of_graphs
 
 
 class Sequence(BlockTable):
@@ -179,6 +180,10 @@ def crop_sequences(sequences: list[Sequence], tokens: int) -> None:
         return
     with sequences[0].storage.exclusive:
         _crop_shorter(sequences, tokens)
+
+
+for _change in (Sequence.fork, Sequence.free, crop_sequences):  # pages are no part of a graph
+    leave_out_of_graphs(_change)
 
 
 def _crop_shorter(sequences: list[Sequence], tokens: int) -> None:
