@@ -576,6 +576,31 @@ def test_compiled_steps_are_compiled_once_for_all_lengths():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("codec", "long", "short", "new"), [(None, 11, 6, 1), (Int8(16, 8, 0), 20, 10, 10)], ids=["plain", "becomes codes"]
+)
+def test_a_shorter_row_does_not_write_over_the_tokens_of_a_page_that_an_undo_gives_back(
+    codec: Codec | None, long: int, short: int, new: int, order: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Both rows have one page: the longer leaves it, and the shorter writes to it before the append fails."""
+    pool, k, none = PagePool(page=16, codec=codec), torch.randn(1, 2, long, 16), torch.randn(1, 2, 0, 16)
+    first = pool.sequence()
+    pool.append([first], k, k)
+    second = first.fork()
+    second.crop(short)
+    given = torch.randn(2, 2, new, 16)
+
+    def failing(self: BatchTable, tables: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):  # noqa: PT012
+        patch.setattr(BatchTable, "refresh", failing)
+        pool.append([first, second][::order], given, given)
+    assert torch.equal(pool.append([first], none, none)[0].dense(), k)
+    assert torch.equal(pool.append([second], none, none)[0].dense(), k[:, :, :short])
+
+
 def test_an_append_that_finds_no_page_does_not_say_what_tokens_are_like():
     pool, k = PagePool(pages=2, page=4), torch.randn(1, 2, 9, 8)
     row = pool.sequence()

@@ -32,6 +32,7 @@ class _RowChange:
         codes: pages of codes to add, from there on: an existing page, or an index into `_Change.new_codes`.
         new_plain: plain pages to allocate.
         writes_last: whether its last page stays plain and receives tokens.
+        copies_last: whether these go to a copy of that page, because it is shared.
     """
 
     tail_page: int
@@ -39,6 +40,7 @@ class _RowChange:
     codes: list[Page | int]
     new_plain: int
     writes_last: bool
+    copies_last: bool = False
 
 
 @dataclass(slots=True)
@@ -116,10 +118,11 @@ def _prepared(storage: PageStorage, sequences: list[Sequence], k: Tensor, v: Ten
         ProblemError: as in `append_tokens`.
     """
     change = _changes(storage, sequences, k.shape[2])
-    copies = _count_copies(sequences, change)
-    freed = sum(page.references == count for page, count in change.removed.items())
+    _choose_copies(sequences, change)
+    copied = Counter(s.plain[-1] for s, row in zip(sequences, change.rows, strict=True) if row.copies_last)
+    freed = sum(page.references == count for page, count in (change.removed + copied).items())
     revived = len({page for row in change.rows for page in row.codes if isinstance(page, Page) and not page.references})
-    plain, coded = sum(row.new_plain for row in change.rows) + copies, len(change.new_codes)
+    plain, coded = sum(row.new_plain for row in change.rows) + copied.total(), len(change.new_codes)
     storage.check_free(plain + coded + revived - freed, plain + coded)
     encoded = _encode(storage, sequences, change, k, v)
     # Plain pages that become codes are not overwritten by this append: a crop, or an undo, needs them again.
@@ -160,10 +163,26 @@ def _changes(storage: PageStorage, sequences: list[Sequence], new: int) -> _Chan
     return change
 
 
-def _count_copies(sequences: list[Sequence], change: _Change) -> int:
-    """How many shared pages must be copied: each row that writes to one copies it, except its last owner."""
-    writers = Counter(s.plain[-1] for s, row in zip(sequences, change.rows, strict=True) if row.writes_last)
-    return sum(min(count, page.references - change.removed[page] - 1) for page, count in writers.items())
+def _choose_copies(sequences: list[Sequence], change: _Change) -> None:
+    """Which rows write to a copy of their last page: all that share it but one, whose writing overwrites no token.
+
+    That one has the most tokens of all rows that have the page now, and every other of them leaves the page. An undo
+    gives these the page back, so their tokens must still be in it.
+    """
+    writers: defaultdict[Page, list[int]] = defaultdict(list)
+    removed: Counter[Page] = Counter()  # the tokens of the longest row in which a page becomes codes
+    for row, (s, step) in enumerate(zip(sequences, change.rows, strict=True)):
+        if step.writes_last:
+            writers[s.plain[-1]].append(row)
+        if step.removed:
+            removed |= Counter(dict.fromkeys(step.removed, s.tokens))
+    for page, rows in writers.items():
+        if page.references == 1:
+            continue
+        longest = max(rows, key=lambda row: sequences[row].tokens)
+        stays = page.references > len(rows) + change.removed[page] or removed[page] > sequences[longest].tokens
+        for row in rows:
+            change.rows[row].copies_last = stays or row != longest
 
 
 def _encode(storage: PageStorage, sequences: list[Sequence], change: _Change, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -219,9 +238,7 @@ def _move_pages(
             if isinstance(page, Page):
                 storage.coded.retain(page)
     codes = _allocate_codes(storage, sequences, change, encoded)
-    for step in change.rows:  # after they have twins: a page with a twin is allocated last
-        for page in step.removed:
-            storage.plain.release(page)
+    released = [page for step in change.rows for page in step.removed]  # last of all: an undo needs what is in them
     plain: list[tuple[int, int, int]] = []
     coded: list[tuple[int, int, int]] = []
     copied: list[tuple[int, int]] = []
@@ -231,9 +248,9 @@ def _move_pages(
         del s.plain[storage.sink_pages : storage.sink_pages + len(step.removed)]
         if step.writes_last:
             last = s.plain[-1]
-            if last.references > 1:
+            if step.copies_last:
                 s.plain[-1] = storage.plain.allocate()
-                storage.plain.release(last)
+                released.append(last)
                 copied.append((last.index, s.plain[-1].index))
                 plain.append((row, len(s.plain) - 1, s.plain[-1].index))
             else:
@@ -241,6 +258,8 @@ def _move_pages(
         for _ in range(step.new_plain):
             s.plain.append(storage.plain.allocate())
             plain.append((row, len(s.plain) - 1, s.plain[-1].index))
+    for page in released:
+        storage.plain.release(page)
     return plain, coded, copied
 
 

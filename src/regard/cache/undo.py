@@ -1,6 +1,7 @@
 """`Undo`: sequences as they were before an append, for an error or Ctrl-C in the middle of it.
 
-Elements need no undo: an append writes only to free pages, and to slots after the last token.
+Elements need no undo: an append writes only to free pages, and to slots after the last token of all rows that it gives
+the page back to.
 """
 
 from typing import NamedTuple
