@@ -270,9 +270,10 @@ def test_a_crop_that_ctrl_c_interrupts_while_it_releases_pages_frees_them(name: 
     assert text.cache.tokens == 3
 
 
-@pytest.mark.parametrize("name", ["fork", "free", "select"])
+@pytest.mark.parametrize("name", ["find", "fork", "free", "select"])
 def test_pages_of_other_sequences_stay_where_ctrl_c_comes(name: str):
     calls: dict[str, Callable[[PagePool, Sequence, Sequence], object]] = {
+        "find": lambda pool, one, other: pool.sequence(range(41)),
         "fork": lambda pool, one, other: other.fork(),
         "free": lambda pool, one, other: one.free(),
         "select": lambda pool, one, other: pool.select([one, other], [1, 1, 1]),
@@ -280,7 +281,7 @@ def test_pages_of_other_sequences_stay_where_ctrl_c_comes(name: str):
     k, v = torch.randn(2, 1, HEADS, 40, DIM)
     for at in range(1, 300):
         pool = PagePool(page=8)
-        one = pool.sequence()
+        one = pool.sequence(range(40))
         pool.append([one], k, v)
         other, left = one.fork(), one.fork()
         try:
@@ -293,8 +294,8 @@ def test_pages_of_other_sequences_stay_where_ctrl_c_comes(name: str):
             break
         del one, other
         gc.collect()
-        assert [page.references for page in left.plain] == [1] * 5, at
         assert used_pages(pool) == 5, at
+        assert [page.references for page in left.plain] == [1] * 5, at
         assert torch.equal(pool.append([left], k[:, :, :0], v[:, :, :0])[0].dense(), k), at
 
 

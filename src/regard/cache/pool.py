@@ -115,7 +115,11 @@ class PagePool:
         ids = None if tokens is None else _prompt_ids(tokens)
         with self.storage.exclusive:
             sequence = Sequence(self.storage, ids)
-            sequence.adopt_known_pages()
+            try:
+                sequence.adopt_known_pages()
+            except BaseException:  # Ctrl-C: it may have retained a page that it does not list
+                self.storage.count_references()
+                raise
         return sequence
 
     def append(
