@@ -1,7 +1,7 @@
 // The queries of a few rows, as their products with keys read them.
 #pragma once
 
-#include "rows.h"
+#include "decode_sums.h"
 
 namespace regard {
 namespace REGARD_ISA {
