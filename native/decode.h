@@ -104,7 +104,7 @@ struct Decode {
         const int64_t until = span.first + SPAN;
         if constexpr (streams)
             if (lanes.count <= STREAMED) {
-                const auto whole = WholeBlocks::find(c, lanes, row, span.first, streamed(span, !after));
+                auto whole = WholeBlocks::find(c, lanes, row, span.first, streamed(span, !after));
                 Sixteens keys, values;
                 if (can_stream(span, whole, keys, values)) {
                     const After begin{lanes, WholeBlocks::all_of(whole.first)},
@@ -188,17 +188,22 @@ struct Decode {
 
     // ---- whole blocks ----------------------------------------------------------------------------------------------
 
-    // Which blocks may be streamed besides those of 128 keys that all rows see. Where some keys are hidden, 0.57 to
-    // 0.78 of the time on AVX2 (Zen 4); rows must fit where weights in pairs are otherwise. The tokens behind the last
-    // 128, 0.84 to 0.97 in the second cache; from memory, where a short block asks for too little of what comes next
-    // (1.1 to 1.5), only from 96 on, 0.7 to 0.97. Neither was tried on AVX-512.
+    // Which blocks may be streamed besides those of 128 keys that all rows see. Blocks with hidden keys take 0.57 to
+    // 0.78 of the time on AVX2 (Zen 4); their sums must fit into the memory of weights in pairs. A last block of fewer
+    // keys takes 0.84 to 1.01 of the time in the caches (`near`: nothing is prefetched for a later unit). From memory
+    // it must have 96 keys, 0.63 to 1.06: a shorter one prefetches too few lines of the next keys, which then took 1.1
+    // to 1.5 of the time. Neither was tried on AVX-512.
     WholeBlocks::Which streamed(const Span &span, bool near) const {
         const bool more = tails && is_served(span);
         return {more && span.lanes.count * width <= FEW * BLOCK, more ? near ? 1 : MOST_OF : BLOCK};
     }
 
-    // Whether they can be streamed, from where.
-    bool can_stream(const Span &span, const WholeBlocks &whole, Sixteens &keys, Sixteens &values) const {
+    // Whether they can be streamed, from where; perhaps without a last block of fewer keys, which may be on a page of
+    // its own.
+    bool can_stream(const Span &span, WholeBlocks &whole, Sixteens &keys, Sixteens &values) const {
+        return finds(span, whole, keys, values) || (whole.drop_tail() && finds(span, whole, keys, values));
+    }
+    bool finds(const Span &span, const WholeBlocks &whole, Sixteens &keys, Sixteens &values) const {
         const bool served = is_served(span), one_page = !served || !DecodeStream<K>::reads_pages();
         char *const of_values = copies + Sixteens::EACH * c.qk_dim * int64_t(sizeof(S));
         return whole.tokens() && (served || K::tiled || span.lanes.count <= 4) &&

@@ -19,6 +19,12 @@ struct WholeBlocks {
         const Half *const half = halves + (token - first) / TILE;
         return {token, {half[0], half[1]}};
     }
+    // Whether the last block had fewer tokens than others, and is left out now.
+    bool drop_tail() {
+        const int64_t behind = tokens() % BLOCK;
+        end -= behind;
+        return behind;
+    }
     static Block all_of(int64_t token) { return {token, {{true, nullptr}, {true, nullptr}}}; }
 
     // Which blocks count as whole.
