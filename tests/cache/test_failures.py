@@ -6,13 +6,10 @@ Memory is refused at each allocation of a call in turn, wherever torch makes one
 import copy
 import gc
 import itertools
-import linecache
 import pickle
-import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +27,7 @@ from regard.cache.sequence import Sequence
 from regard.cache.steps import StepCache
 from regard.storage.codec import Codec, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from tests.cache.before_line import interrupt
 from tests.stored import dense, used_pages
 
 HEADS, DIM = 2, 16
@@ -150,43 +148,6 @@ def test_a_call_that_is_refused_memory_changes_nothing_and_can_be_made_again(nam
         assert same(stored_after_three_more(text, call), later), at
 
 
-class Interrupt:
-    """Ctrl-C before the n-th line that a call runs in the files of caches; counts these lines.
-
-    Not at a `with` or `try`: these lines also come between a context and what it guards, where Python handles no
-    signal, and a lock would never be released.
-    """
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count, self._before = at, 0, sys.gettrace()
-
-    def __enter__(self) -> Self:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
-
-    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        callers, here = [frame.f_code.co_name], frame
-        while (here := here.f_back) is not None:
-            callers.append(here.f_code.co_name)
-        is_seen = "/regard/cache/" in frame.f_code.co_filename and "__del__" not in callers  # which raises nothing
-        return self._line if is_seen else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not _is_guard(frame):
-            self.count += 1
-            if self.count == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
-
-
-def _is_guard(frame: FrameType) -> bool:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_waits() -> Generator[None]:
     """Nobody holds the lock of a pool after a call that failed: other threads would wait forever."""
@@ -285,12 +246,12 @@ def test_pages_of_other_sequences_stay_where_ctrl_c_comes(name: str):
         pool.append([one], k, v)
         other, left = one.fork(), one.fork()
         try:
-            with Interrupt(at) as interrupt:
+            with interrupt(at) as interrupted:
                 calls[name](pool, one, other)
         except KeyboardInterrupt:
             pass
         else:
-            assert at > interrupt.count > 0
+            assert at > interrupted.count > 0
             break
         del one, other
         gc.collect()
@@ -308,14 +269,14 @@ def interrupt_everywhere(name: str, call: str, *, may_lose: bool = False) -> Non
     saved, is_append = pickle.dumps(prepared(name)), call.startswith("append")
     CALLS[call](pickle.loads(saved))  # angles of sinks are computed once for all
     before, never_failed = pickle.loads(saved), pickle.loads(saved)
-    with Interrupt(0) as counted:
+    with interrupt(0) as counted:
         CALLS[call](never_failed)
     evicts = is_append and (before.cache.evict is not None or isinstance(before.cache.layout, Rolling))
     expected = never_failed.stored()
     later = stored_after_three_more(never_failed, call)
     for at in range(1, counted.count + 1, 1 + counted.count // 60):
         text = pickle.loads(saved)
-        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+        with pytest.raises(KeyboardInterrupt), interrupt(at):
             CALLS[call](text)
         assert text.cache.tokens_seen in (before.cache.tokens_seen, never_failed.cache.tokens_seen - 3), at
         if may_lose and is_lost(text):
@@ -396,12 +357,12 @@ def test_a_step_that_ctrl_c_interrupts_is_made_again(name: str):
     expected = [append(never_failed, token) for token in tokens]
     counting = saved.steps(capacity)
     append(counting, tokens[0])
-    with Interrupt(0) as counted:
+    with interrupt(0) as counted:
         append(counting, given_up)
     for at in range(1, counted.count + 1, 1 + counted.count // 40):
         steps = saved.steps(capacity)
         append(steps, tokens[0])
-        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+        with pytest.raises(KeyboardInterrupt), interrupt(at):
             append(steps, given_up)
         assert steps.position.tolist() == [46, 46], at
         assert [same(append(steps, token), e) for token, e in zip(tokens[1:], expected[1:], strict=True)] == [True] * 6

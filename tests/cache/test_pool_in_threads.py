@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event, RLock, Thread
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.storage.codec import Int8
 from regard.storage.stored import Paged
+from tests.cache.before_line import BeforeLine
 from tests.stored import dense, used_pages
 
 
@@ -257,33 +257,9 @@ def test_a_sequence_is_collected_while_another_thread_changes_pages():
     assert used_pages(pool) == 0
 
 
-class Collected:
-    """The garbage collector runs before the n-th line of a call in the files of caches; counts these lines."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count, self._before = at, 0, sys.gettrace()
-
-    def __enter__(self) -> Self:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
-
-    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self._line if "/regard/cache/" in frame.f_code.co_filename else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        self.count += event == "line"
-        if self.count == self.at:
-            self.at = 0
-            gc.collect()
-        return self._line
-
-
 @pytest.fixture
 def _only_new_garbage() -> Iterator[None]:
-    """The garbage collector runs when it is told to, and looks at what was made since."""
+    """The garbage collector runs only when a test calls it, and looks only at objects made since."""
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -321,7 +297,7 @@ def test_a_sequence_is_collected_before_any_line_of_a_call(call: str, codec: Int
         pool.append([gone[0]], k, k)  # pyright: ignore[reportArgumentType]
         gone.append(gone)
         del gone, s, other
-        with Collected(sample and 1 + (sample - 1) * counted // 11) as collected:
+        with BeforeLine(sample and 1 + (sample - 1) * counted // 11, gc.collect) as collected:
             result = WHILE[call](pool, row)
         counted = counted or collected.count
         del result

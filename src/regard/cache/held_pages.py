@@ -13,7 +13,7 @@ from regard.cache.pages import BlockTable, OwnPages, Page
 
 
 class HeldPages:
-    """The pages of all sequences that were not freed, also of those that are gone until their pages are released.
+    """The pages of all sequences that were not freed; those of a collected sequence until they are released.
 
     >>> from regard.cache.pages import PageAllocator, PrefixNode
     >>> held, allocator, table = HeldPages(), PageAllocator(), BlockTable(4, 0, PrefixNode(), [])

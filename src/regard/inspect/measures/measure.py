@@ -215,7 +215,7 @@ class Measure:
                 pairs that count, int64 [pairs] each; or a bool matrix [tokens, tokens].
 
         Raises:
-            ProblemError: the key is no text, the pattern no function, or an argument none of those that there are.
+            ProblemError: the key is no string, the pattern is no function, or another argument is not allowed.
 
         >>> def same_parity(tokens):  # keys earlier in the text, of the same parity
         ...     i, j = torch.tril_indices(len(tokens), len(tokens), offset=-1)

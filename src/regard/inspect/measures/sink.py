@@ -130,9 +130,9 @@ def _first_seen(weights: Weights, row: Tensor, keys: int, step: int) -> int:
 
 
 def text_keys(weights: Weights) -> Tensor:
-    """Which keys are tokens of each sequence, and no padding: those that one of its rows sees; bool [batch, keys].
+    """Which keys are tokens and not padding, bool [batch, keys]: at least one query row of the sequence sees them.
 
-    A call that begins later in the text does not tell padding from keys that its rows cannot see: there all are.
+    Where the first query is not at position 0, padding cannot be told from keys outside a window: all keys count.
 
     >>> from regard import Causal, TensorMask
     >>> q = torch.zeros(2, 1, 3, 2)
