@@ -35,8 +35,9 @@ Milliseconds of one call. Every round measures each library once, and ratios are
 within a round, so that a busy machine slows all alike. Keys and values are in pages for vLLM (128 tokens a page) and
 OpenVINO (32), in tensors for regard, and in the type of the call; decoding reads them from memory. vLLM and OpenVINO
 get packed documents and padded rows as sequences of their own lengths. OpenVINO's operator is always causal and has no
-softcap. regard and vLLM write to new memory in each call, as their layers do; OpenVINO keeps its own. With AMX, vLLM
-does not split the keys of more than 16 query heads a key head among threads."""
+softcap. regard and vLLM write to new memory in each call, as their layers do; OpenVINO keeps its own. A measured call
+follows another one by the same library, as layers follow each other. With AMX, vLLM does not split the keys of more
+than 16 query heads a key head among threads."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 """Largest difference between two libraries' outputs for one call of random normal tensors."""
@@ -119,6 +120,9 @@ def measure(case: Case, more: Arguments, dtype: torch.dtype, effort: Effort) -> 
             raise ProblemError(
                 f"{case.name}, {TYPES[str(dtype)[6:]]}: {name} differs by {off:.2g}; nothing was measured"
             )
+    for own in calls.values():
+        for call in own:  # OpenVINO allocates memory in the first call of each copy
+            call()
     rounds = interleaved({name: _in_turn(own) for name, own in calls.items()}, effort).rounds
     return Line(
         case.name,
@@ -129,12 +133,23 @@ def measure(case: Case, more: Arguments, dtype: torch.dtype, effort: Effort) -> 
 
 
 def _in_turn(calls: list[Call]) -> Measure:
+    """A measurement of one call behind another by the same library, as layers follow each other.
+
+    Memory that a library takes from the system in each call may have gone back to the machine's host while others ran:
+    an output of 32 MiB then took 50 to 140 ms instead of 4 to get its pages again.
+    """
     turns = cycle(calls)
 
     def call() -> Tensor:
         return next(turns)()
 
-    return timed(call)
+    once = timed(call)
+
+    def measure() -> float:
+        call()
+        return once()
+
+    return measure
 
 
 def _vllm(more: Arguments, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -98,6 +98,12 @@ struct StreamAsks {
     };
     const Distance of_keys = distance(key_dim), of_values = distance(v_dim);
 
+    // How many sixteens ahead lines are asked for into the first cache, where others are into the second; on AVX2 two
+    // of numbers of two bytes, which are as long as one of float32.
+    static int near(const Distance &known) {
+        return least(VECTOR_BYTES == 32 && sizeof(S) == 2 ? 2 : 1, known.sixteens);
+    }
+
     // How many sixteens of the next span's keys are looked up.
     int next_keys(int64_t of_value, int64_t of_key) const {
         if (how == Asks::places) return 1;

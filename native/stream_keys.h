@@ -53,7 +53,7 @@ struct StreamKeys {
         const int turn =
             keys.in_one ? count - asks.of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
         const bool looks = W == 8 || !keys.in_one;
-        [[maybe_unused]] const int next = asks.of_keys.sixteens > 0;
+        [[maybe_unused]] const int next = asks.near(asks.of_keys);
         const char *row = keys.at[0];
         Later<By> later = asks.template later_of<By>(keys.at, 0, asks.of_keys, keys.bytes);
         for (int j = 0; j < count; j += EACH, row += EACH * step, later.at += EACH * step) {

@@ -74,7 +74,7 @@ struct StreamValues {
         constexpr int LINES = N / 2;  // of a token
         const int64_t step = v_dim * int64_t(sizeof(S)), before = d * EACH * int64_t(sizeof(S));
         const char *row = values[number] + d * int64_t(sizeof(S));
-        const char *next = values[number + (asks.of_values.sixteens > 0)] + before;
+        const char *next = values[number + asks.near(asks.of_values)] + before;
         Later<By> later = asks.template later_of<By>(values, number, asks.of_values, EACH * step);
         later.pass(before / Lines::LINE);
         for (int i = 0; i < EACH; i += PLACES, weights += PLACES, later.pass(PLACES * LINES))
@@ -159,7 +159,7 @@ struct StreamValues {
         constexpr int BYTES = N * W * int(sizeof(S));  // of a token: a line, or half of one, or several
         const int64_t step = v_dim * int64_t(sizeof(S)), before = d * EACH * int64_t(sizeof(S));
         const char *row = values[number] + d * int64_t(sizeof(S));
-        const char *next = values[number + (asks.of_values.sixteens > 0)] + before;
+        const char *next = values[number + asks.near(asks.of_values)] + before;
         Later<By> later = asks.template later_of<By>(values, count, number, asks.of_values, EACH * step);
         later.pass(before / Lines::LINE);
         constexpr int LINES = By::places ? PLACES : 1;                                       // asked for between passes
