@@ -8,7 +8,7 @@ arXiv:1805.02867, §3; the states of FlashInfer, Ye et al. 2025, arXiv:2501.0100
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class State:
     out: Float[Tensor, "batch heads queries v_dim"]
     lse: Float[Tensor, "batch heads queries"]
 
-    def __ror__(self, other: object) -> NoReturn:
+    def __ror__(self, other: object) -> "State":
         raise ProblemError(
             f"a State merges with a State, and the left side of | is {type(other).__name__}: begin with one."
         )
