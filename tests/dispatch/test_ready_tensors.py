@@ -69,6 +69,19 @@ WORDS: dict[str, Callable[[], dict[str, Any]]] = {
     "a bias of bf16": lambda: {"bias": TensorBias(torch.randn(HEADS, 1, KEYS, dtype=torch.bfloat16)), "offset": 7},
     "ALiBi": lambda: {"bias": Alibi(HEADS), "mask": Causal()},
     "ALiBi with an offset": lambda: {"bias": Alibi(HEADS), "mask": Causal(), "offset": 11},
+    "slopes": lambda: {"bias": Alibi(slopes=torch.rand(HEADS)), "mask": Causal()},
+    "slopes of bf16": lambda: {"bias": Alibi(slopes=torch.rand(HEADS, dtype=torch.bfloat16))},
+    "T5": lambda: {"bias": T5Bias(torch.randn(32, HEADS)), "offset": 3},
+    "T5 of one direction": lambda: {
+        "bias": T5Bias(torch.randn(16, HEADS, dtype=torch.float64), bidirectional=False, max_distance=20),
+        "mask": Causal(),
+    },
+    "ALiBi and a bias": lambda: {"bias": Alibi(HEADS) + TensorBias(torch.randn(QUERIES, KEYS)), "mask": Causal()},
+    "three biases": lambda: {
+        "bias": T5Bias(torch.randn(32, HEADS)) + TensorBias(torch.randn(BATCH, 1, 1, KEYS)) + Alibi(HEADS),
+        "mask": TensorMask(_hidden(QUERIES, KEYS)),
+    },
+    "ALiBi and slopes": lambda: {"bias": Alibi(HEADS) + Alibi(slopes=torch.rand(HEADS)), "sink": torch.randn(HEADS)},
     "a sink": lambda: {"sink": torch.randn(HEADS), "mask": Causal()},
     "a sink of float64": lambda: {"sink": torch.randn(HEADS, dtype=torch.float64)},
     "padding": lambda: {"mask": TensorMask(_hidden(BATCH, 1, 1, KEYS))},
@@ -144,6 +157,22 @@ def test_a_bias_that_was_written_to_is_read_anew() -> None:
     _check(q, k, v, **words)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [torch.Tensor.neg_, lambda t: t.data.zero_(), lambda t: t.numpy().__setitem__(3, 9)],
+    ids=["by torch", "by .data", "by NumPy"],
+)
+def test_tables_and_slopes_that_were_written_to_are_read_anew(write: Callable[[Tensor], object]) -> None:
+    (q, k, v), table, slopes = _tensors(), torch.randn(32, HEADS), torch.rand(HEADS)
+    words: dict[str, Any] = {"bias": T5Bias(table) + Alibi(slopes=slopes) + TensorBias(torch.randn(1, KEYS))}
+    attend(q, k, v, **words)
+    _check(q, k, v, **words)
+    write(table)
+    _check(q, k, v, **words)
+    slopes.neg_()
+    _check(q, k, v, **words)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, QUERIES, KEYS), (BATCH, 1, 1, 1), (HEADS, 1, KEYS), (KEYS,), ()])
 def test_a_bias_that_broadcasts_otherwise_is_another_call(shape: tuple[int, ...]) -> None:
     q, k, v = _tensors()
@@ -160,6 +189,8 @@ def test_steps_of_decoding_are_ready() -> None:
         for words in (
             {"bias": TensorBias(torch.randn(BATCH, 1, 1, keys)), "mask": Causal()},
             {"bias": Alibi(HEADS), "mask": Causal()},
+            {"bias": T5Bias(torch.randn(32, HEADS), bidirectional=False), "mask": Causal()},
+            {"bias": Alibi(HEADS) + TensorBias(torch.randn(BATCH, 1, 1, keys)), "mask": Causal()},
             {"sink": torch.randn(HEADS), "mask": Causal()},
         ):
             if keys > 30:
@@ -293,6 +324,10 @@ def test_gradients_go_the_long_way() -> None:
     [
         {"bias": TensorBias(torch.randn(QUERIES + 1, KEYS))},
         {"bias": TensorBias(torch.randn(HEADS + 1, QUERIES, KEYS))},
+        {"bias": T5Bias(torch.randn(32, HEADS + 1))},
+        {"bias": Alibi(slopes=torch.rand(HEADS + 1))},
+        {"bias": Alibi(HEADS + 1) + TensorBias(torch.randn(QUERIES, KEYS))},
+        {"bias": T5Bias(torch.randn(32, HEADS)) + TensorBias(torch.randn(QUERIES + 1, KEYS))},
         {"sink": torch.randn(HEADS + 1)},
         {"sink": [0.0] * HEADS},
         {"mask": TensorMask(torch.ones(QUERIES, KEYS + 1, dtype=torch.bool))},
@@ -302,6 +337,9 @@ def test_gradients_go_the_long_way() -> None:
 def test_what_does_not_fit_is_refused_as_ever(words: dict[str, Any]) -> None:
     q, k, v = _tensors()
     attend(q, k, v, bias=TensorBias(torch.randn(QUERIES, KEYS)))
+    attend(q, k, v, bias=T5Bias(torch.randn(32, HEADS)) + TensorBias(torch.randn(QUERIES, KEYS)))
+    for bias in (T5Bias(torch.randn(32, HEADS)), Alibi(slopes=torch.rand(HEADS))):
+        attend(q, k, v, bias=bias)
     attend(q, k, v, sink=torch.randn(HEADS))
     attend(q, k, v, mask=TensorMask(_hidden(QUERIES, KEYS)))
     with pytest.raises(ProblemError):
@@ -311,9 +349,9 @@ def test_what_does_not_fit_is_refused_as_ever(words: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        {"bias": T5Bias(torch.randn(32, HEADS))},
-        {"bias": Alibi(HEADS) + TensorBias(torch.randn(QUERIES, KEYS))},
-        {"bias": Alibi(slopes=torch.rand(HEADS))},
+        {"bias": TensorBias(torch.randn(QUERIES, KEYS)) + TensorBias(torch.randn(1, KEYS))},
+        {"bias": Alibi(HEADS) + TensorBias(torch.randn(QUERIES + 2, KEYS), offset=KEYS - QUERIES - 1)},
+        {"bias": T5Bias(torch.randn(32, HEADS).neg()), "dropout": 0.5},
         {"bias": TensorBias(torch.randn(QUERIES + 2, KEYS), offset=KEYS - QUERIES - 1)},
         {"bias": TensorBias(torch.randn(QUERIES, KEYS)), "backend": "reference"},
         {"bias": TensorBias(torch.randn(QUERIES, KEYS).neg()), "dropout": 0.5},

@@ -1,6 +1,6 @@
 """The operands of a call as the library reads them, and their places in its struct."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -69,28 +69,29 @@ def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
 def write_bias_and_sink(
     struct: Any, bias: Bias | None, sink: Tensor | None, heads: int, wide: torch.dtype, first: int, count: int
 ) -> tuple[object, object] | None:
-    """Write a `TensorBias` or an `Alibi`, and a sink, into an opened struct of a call that learns nothing.
+    """Write a bias and a sink into an opened struct of a call that learns nothing.
 
     Args:
+        bias: by distance, or a `TensorBias`, or a sum that has at most one of these.
         heads: of the call.
         first: the smallest distance of a query from a key; there are `count`.
 
     Returns:
         What must stay in memory until the struct was run; None where the bias has no memory.
     """
-    of_bias: object = None
-    if type(bias) is TensorBias:
-        t = bias.tensor
+    of_distance, others = split_by_distance(bias)
+    for term in others:
+        t = cast(TensorBias, term).tensor
         if not (address := t.data_ptr()):
             return None
         struct[BIAS] = (address, native_calls.DTYPES[t.dtype], *(0,) * (4 - t.ndim), *_strides(t))
-    elif bias is not None:
-        of_bias = distance = kept_by_distance(bias, heads, wide, first, count)
-        _write_distance(struct, distance)
+    kept = None if of_distance is None else kept_by_distance(of_distance, heads, wide, first, count)
+    if kept is not None:
+        _write_distance(struct, kept)
     if sink is not None:
         sink = sink.to(wide).contiguous()
         _write_sink(struct, sink)
-    return of_bias, sink
+    return kept, sink
 
 
 def _write_distance(struct: Any, distance: Tensor) -> None:

@@ -3,7 +3,8 @@
 Such a call takes 10 us more than one without them (`ready.py`), and 20 to 30 us less than the long way. Its key is that
 of the call without them, and
 
-- of a bias: which of its axes broadcast, and its type. Only `TensorBias` and `Alibi` are ready, each alone;
+- of a `TensorBias`: which of its axes broadcast, and its type; of an `Alibi` or a `T5Bias`: its numbers, and what its
+  tensor is like. Their elements are read in each call. Of a sum, that of each term: one `TensorBias` at most;
 - of a sink: its type;
 - of a table, that is, a `TensorMask` alone or with a constant mask (`&`): which of its axes broadcast. The library
   reads its elements in each call, so that they may change, where the constant mask has intervals (`Dilated` has none).
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from regard.backend.contract import Bound, KernelWithTensors, RunWithTensors
-from regard.describe.bias import Alibi, Bias, TensorBias
+from regard.describe.bias import Alibi, Bias, Sum, T5Bias, TensorBias
 from regard.describe.fingerprint import Fingerprint
 from regard.describe.mask import And, Mask
 from regard.describe.mask_by_table import TensorMask
@@ -205,7 +206,8 @@ def keep(
         return
     is_constant = mask is not None and mask.constant() is not None
     rest = mask if is_constant else _constant_part(mask) if key.table else None
-    constants = None if rest is None else rest.constant(), None if bias is None else bias.constant()
+    terms = [] if bias is None else bias.terms()
+    constants = None if rest is None else rest.constant(), *(term.constant() for term in terms)
     if key.has_rows:
         if mask is None or is_constant:
             _keep_for_all_sizes(key, rest, constants, plan, operands)
@@ -269,15 +271,32 @@ def forget() -> None:
 
 
 def _of_bias(bias: Bias, sizes: tuple[int, ...], grad: bool) -> _Part | None:
+    if type(bias) is not Sum:
+        return _of_term(bias, sizes, grad)
+    terms = bias.terms()
+    parts = [_of_term(term, sizes, grad) for term in terms]
+    if None in parts or sum(type(term) is TensorBias for term in terms) > 1:
+        return None
+    return tuple(parts)
+
+
+def _of_term(bias: Bias, sizes: tuple[int, ...], grad: bool) -> _Part | None:
     kind = type(bias)
+    if kind is TensorBias:
+        t = cast(TensorBias, bias).tensor
+        if cast(TensorBias, bias).offset is not None or not _is_simple(t, grad):
+            return None
+        axes = _axes_of_one(t, sizes)
+        return None if axes is None else (t.dtype, *axes)
     if kind is Alibi:
-        return None if (fingerprint := bias.constant()) is None else (id(fingerprint),)
-    if kind is not TensorBias or cast(TensorBias, bias).offset is not None:
-        return None
-    t = cast(TensorBias, bias).tensor
-    if not _is_simple(t, grad) or (axes := _axes_of_one(t, sizes)) is None:
-        return None
-    return (t.dtype, *axes)
+        if (t := cast(Alibi, bias).slopes) is None:
+            return None if (fingerprint := bias.constant()) is None else (id(fingerprint),)
+        return (Alibi, t.dtype, t.shape) if _is_simple(t, grad) else None
+    if kind is T5Bias:
+        of_t5 = cast(T5Bias, bias)
+        t = of_t5.table
+        return (T5Bias, t.dtype, t.shape, of_t5.bidirectional, of_t5.max_distance) if _is_simple(t, grad) else None
+    return None
 
 
 def _axes_of_one(t: Tensor, sizes: tuple[int, ...]) -> tuple[bool, ...] | None:
