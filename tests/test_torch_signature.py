@@ -254,3 +254,10 @@ def test_a_second_derivative_is_refused_with_the_function_that_has_it():
         grad.square().sum().backward()
     (grad,) = torch.autograd.grad(attend(q, q, q, backend="reference").sum(), q, create_graph=True)
     grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_an_error_in_the_type_of_the_mask_names_the_argument(dtype: torch.dtype):
+    q = torch.randn(1, 2, 5, 7)
+    with pytest.raises(TorchError, match=rf"^attn_mask is {dtype} \[5, 5\]: expected bools .* or floats"):
+        scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(5, 5, dtype=dtype))

@@ -116,6 +116,11 @@ def attend_as_torch(
 
 def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None, Bias | None]:
     check_readable("attn_mask", attn_mask, "a tensor, as torch does (`attend` takes regard masks)")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ProblemError(
+            f"attn_mask is {attn_mask.dtype} {list(attn_mask.shape)}: expected bools (True keeps), such as "
+            "attn_mask.bool(), or floats that are added to the scores."
+        )
     four = _mask_four(attn_mask, lead)
     return (TensorMask(four), None) if attn_mask.dtype == torch.bool else (None, TensorBias(four))
 
