@@ -558,3 +558,10 @@ def test_a_module_as_position_is_named_where_the_forward_of_the_encoder_reads_a_
     model = WithPositionsOfItsOwn()
     with pytest.raises(ProblemError, match=r"^position is the module Embedding, .* assign a spec or None to position"):
         Encoder.forward(model, some_tokens(2, 7))
+
+
+def test_a_block_says_which_part_is_no_attention():
+    with pytest.raises(ProblemError, match=r"^attention is 3: expected a module with a width `d_model`"):
+        Block(cast(Any, 3))
+    with pytest.raises(ProblemError, match=r"^cross is 'a': expected a module with a width `d_model`"):
+        Block(MultiHeadAttention(16, 2), cast(Any, "a"))

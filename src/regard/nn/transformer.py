@@ -51,6 +51,9 @@ class Block(nn.Module):
             network whose tokens become equal at a double exponential rate. Dong et al. 2021, arXiv:2103.03404, §2.
         mlp: whether there is an MLP.
 
+    Raises:
+        ProblemError: `attention` or `cross` is no module with a width `d_model`.
+
     Norms and MLP are made on the device and in the dtype of the attention's weights.
 
     >>> from regard import Causal
@@ -66,6 +69,9 @@ class Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_flags(skip=skip, mlp=mlp)
+        _check_attention("attention", attention)
+        if cross is not None:
+            _check_attention("cross", cross)
         d_model, place = attention.d_model, _place_of(getattr(attention, "o_proj", attention))
         self.skip, self.attention, self.cross = skip, attention, cross
         self.attention_norm = RMSNorm(d_model, **place)
@@ -94,6 +100,14 @@ class Block(nn.Module):
 
     def _step(self, x: Tensor, change: Tensor) -> Tensor:
         return x + change if self.skip else change
+
+
+def _check_attention(name: str, module: object) -> None:
+    """Raise `ProblemError` unless a block can call the module and read its width."""
+    if not isinstance(module, nn.Module) or not hasattr(module, "d_model"):
+        raise ProblemError(
+            f"{name} is {received(module)}: expected a module with a width `d_model`, such as MultiHeadAttention."
+        )
 
 
 class Encoder(SharesTensors, SpecAttributes):
