@@ -30,8 +30,6 @@ from regard.cli.bench import effort
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.errors import ProblemError
 
-PAGE = "performance.md"
-"""The page of all kinds of machines; those of one kind are in the folder `performance`."""
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -68,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("", "Measure the project's cases, beside torch and the machine's limit.", page=PAGE)
+    parser = command.parser(
+        "", "Measure the project's cases, beside torch and the machine's limit.", page=performance_pages.PAGE
+    )
     parser.add_argument("--cases", metavar="TEXT", help="the cases with this in their name alone, as --list shows them")
     parser.add_argument("--dtype", choices=[*TYPES], help="this type alone (default: both)")
     parser.add_argument("--rounds", type=count(1), metavar="N", help="rounds per case (default: as many as fit in 2 s)")
@@ -112,11 +112,7 @@ def write_pages(folder: Path, lines: list[Line], kind: str) -> None:
     pages.mkdir(exist_ok=True)
     text = report.page(lines, report.machine(), kind, f"{kind}.svg")
     command.publish_page(pages, f"{kind}.md", text, {f"{kind}.svg": draw(lines)})
-    found = performance_pages.pages_of_kinds(
-        {stem: (pages / f"{stem}.md").read_text() for stem in sorted(p.stem for p in pages.glob("*.md"))}
-    )
-    others = {path.stem for path in (pages / "others").glob("*.md")}
-    command.publish_page(folder, PAGE, performance_pages.overview(found, others))
+    performance_pages.publish_overview(folder)
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks import cases, command, openvino_calls, vllm_calls
 from benchmarks.machine_kind import machine_kind, title
+from benchmarks.performance_pages import publish_overview
 from benchmarks.report import TYPES, machine, table
 from benchmarks.vllm_calls import Rows
 from regard import attend
@@ -223,6 +224,7 @@ def show(args: argparse.Namespace) -> int:
     print(text + rendered(lines))
     if args.write is not None:
         write_whole(args.write / PAGE / f"{kind}.md", (text + rendered(lines) + "\n").encode())
+        publish_overview(args.write)
     return 0
 
 

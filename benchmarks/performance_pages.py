@@ -5,9 +5,14 @@ A page is read back from its Markdown: the machine of another kind is seldom at 
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
+from benchmarks import command
 from benchmarks.machine_kind import title
 from benchmarks.report import METHOD, TYPES, table
+
+PAGE = "performance.md"
+"""The page of all kinds of machines; those of one kind are in the folder `performance`."""
 
 CASES = (
     "causal, 4,096, d 128",
@@ -28,6 +33,14 @@ a page with all cases, the machine's limits and the goals; `./bench --write` mea
 the same for shapes of your own."""
 
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+def publish_overview(folder: Path) -> None:
+    """Write the page of all kinds into `folder`, from the pages of kinds that are there."""
+    pages = folder / "performance"
+    found = {stem: (pages / f"{stem}.md").read_text() for stem in sorted(path.stem for path in pages.glob("*.md"))}
+    others = {path.stem for path in (pages / "others").glob("*.md")}
+    command.publish_page(folder, PAGE, overview(pages_of_kinds(found), others))
 
 
 def overview(pages: Mapping[str, str], others: Collection[str] = ()) -> str:
